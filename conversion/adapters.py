@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters (LoRA, arXiv:2106.09685) as tables: which linear layers have one, and how holders cut its factors.
 
-An adapter adds scale * B A to a weight W [out, in], with A [dim, in] and B [out, dim]. The tensors of a fused weight (q, k, v; gate, up)
-share one A. Factors are cut as their weight is, so they have rules like any other tensor. Standard library only.
+An adapter adds scale * B A to a weight W [out, in], with A [dim, in] and B [out, dim]. The tensors of a fused weight
+(q, k, v; gate, up) share one A. Factors are cut as their weight is, so they have rules like any other tensor. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def adapted_layers(
     for pattern in (*target_modules, *exclude_modules):
         if not any(_matches(pattern, name) for name in names):
             last = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            raise ValueError(f"{pattern!r} names no linear layer of the model; use {', '.join(last)}, or full names with * as {names[0]!r}")
+            raise ValueError(
+                f"{pattern!r} names no linear layer of the model; use {', '.join(last)}, or full names with * as "
+                f"{names[0]!r}"
+            )
     return tuple(
         name
         for name in names
@@ -103,7 +107,9 @@ def factor_names(family: Family, hf_config: HfConfig, layers: Sequence[str]) -> 
 
 def layers_of_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Full names of the layers whose adapters have these keys in a Megatron checkpoint."""
-    return tuple(key.removesuffix(INPUT).replace(".experts.experts.", ".experts.") for key in keys if key.endswith(INPUT))
+    return tuple(
+        key.removesuffix(INPUT).replace(".experts.experts.", ".experts.") for key in keys if key.endswith(INPUT)
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -144,7 +150,9 @@ def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
     else:
         assert isinstance(cut, RowParallel | Replicated), cut
         output = Replicated(b[0])
-    return _rule(rule, RowParallel(a) if isinstance(cut, RowParallel) else Replicated(a), INPUT), _rule(rule, output, OUTPUT)
+    return _rule(rule, RowParallel(a) if isinstance(cut, RowParallel) else Replicated(a), INPUT), _rule(
+        rule, output, OUTPUT
+    )
 
 
 def _rule(rule: Rule, cut: Cut, suffix: str) -> Rule:
@@ -153,4 +161,6 @@ def _rule(rule: Rule, cut: Cut, suffix: str) -> Rule:
         cut_or_experts: Cut | Experts = Experts(cut, rule.cut.num_experts)
     else:
         module, key, cut_or_experts = rule.megatron, rule.megatron, cut
-    return Rule(cut_or_experts, module.removesuffix(".weight") + suffix, checkpoint=key.removesuffix(".weight") + suffix)
+    return Rule(
+        cut_or_experts, module.removesuffix(".weight") + suffix, checkpoint=key.removesuffix(".weight") + suffix
+    )

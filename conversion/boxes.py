@@ -23,7 +23,9 @@ class Piece:
     """The canonical tensor: named and shaped as the Hugging Face checkpoint does."""
     box: Box
     local: Box
-    """The place in the holder's tensor. Same lengths as `box`; it may have more leading dimensions, of length 1 (stacked experts)."""
+    """The place in the holder's tensor. Same lengths as `box`; it may have more leading dimensions, of length 1
+    (stacked experts).
+    """
     transform: str | None = None
     """Function from the canonical values to the holder's: None, or "neg_exp" for -exp(x) computed in float32."""
 
@@ -103,7 +105,8 @@ def place(box: Box, inside: Box, local: Box) -> Box:
     """Returns the indices of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
     extra = len(local) - len(inside)
     moved = tuple(
-        (start - low + base, stop - low + base) for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
+        (start - low + base, stop - low + base)
+        for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
     )
     return local[:extra] + moved
 
@@ -123,7 +126,11 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     low, high = -(-start // row), stop // row
     if low > high:
         return [((high, low), *box) for box in range_boxes(shape[1:], start - high * row, stop - high * row)]
-    boxes: list[Box] = [((low - 1, low), *box) for box in range_boxes(shape[1:], start - (low - 1) * row, row)] if start < low * row else []
+    boxes: list[Box] = (
+        [((low - 1, low), *box) for box in range_boxes(shape[1:], start - (low - 1) * row, row)]
+        if start < low * row
+        else []
+    )
     if low < high:
         boxes.append(((low, high), *full(shape[1:])))
     return boxes + [((high, high + 1), *box) for box in range_boxes(shape[1:], 0, stop - high * row)]
@@ -156,7 +163,9 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Returns why `boxes` do not cover each element of a tensor exactly once, or None where they do."""
     whole = full(shape)
     for box in boxes:
-        if len(box) != len(whole) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+        if len(box) != len(whole) or any(
+            not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
+        ):
             return f"box {box} is empty or outside of shape {tuple(shape)}"
     pair = find_overlap(boxes)
     if pair is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of converted models for all nodes and runs. `ROOT/entries/KEY/mcore` is a checkpoint as hf-to-mcore writes it.
 
-Takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a running builder only to
-spare themselves the same work. Garbage collection removes leftovers of dead processes and entries unused for long, but none in use.
+Takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a running
+builder only to spare themselves the same work. Garbage collection removes leftovers of dead processes and entries
+unused for long, but none in use.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ DAY_S = 86400.0
 ONE_FILE = MegatronParallel()
 
 Build = Callable[[Path], None]
-"""Makes the checkpoint folder, whole or not at all. An interrupted call may leave files next to it, with which the next call continues."""
+"""Makes the checkpoint folder, whole or not at all. An interrupted call may leave files next to it, with which the next
+call continues.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ def cached_mcore(
 ) -> Path:
     """The Megatron checkpoint of a Hugging Face folder in the cache at `root`; converts it now if it is missing.
 
-    Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any layout can load them.
-    `build` replaces the conversion.
+    Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any
+    layout can load them. `build` replaces the conversion.
     """
     with mcore_in_use(hf, root, dtype=dtype, parallel=parallel, build=build) as folder:
         return folder
@@ -137,7 +140,9 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     """Raises ValueError unless a cached checkpoint is byte for byte as built. Processes can each check a part."""
     entry = read_entry(folder.parent)
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
-        raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
+        raise ValueError(
+            f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again"
+        )
     files = read_manifest(folder).files
     names = sorted(files, key=lambda name: (-files[name].size, name))
     check_files(folder, names[part::num_parts])
@@ -199,13 +204,16 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
         if watch.others_at_work():
             if time.monotonic() > deadline:
                 where = f"{root / BUILDING}/{key}*"
-                raise ValueError(f"others have been at work on {where} for {MAX_WAIT_S / 3600:g} h; end them, or set another MRL_CACHE")
+                raise ValueError(
+                    f"others have been at work on {where} for {MAX_WAIT_S / 3600:g} h; end them, or set another "
+                    "MRL_CACHE"
+                )
             time.sleep(POLL_S)
             continue
         aside = root / BUILDING / owned_name(key)
         aside.mkdir()
-        # A builder that sees no other is seen by all later ones. Where new names show late, two may build; one publishes.
-        # An earlier builder has published by now, or died.
+        # A builder that sees no other is seen by all later ones. Where new names show late, two may build; one
+        # publishes. An earlier builder has published by now, or died.
         if watch.others_at_work(besides=aside) or final.exists():
             aside.rmdir()
             time.sleep(random.uniform(0, MAX_BACKOFF_S))
@@ -226,7 +234,8 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
     logger.info("First use of %s: converting it into the cache, %s", hf, final)
     for leftover in dead:
         parsed = owner_of(leftover.name)
-        # Takes over one of this boot of this host: after a power loss files may have their length and not their content.
+        # Takes over one of this boot of this host: after a power loss files may have their length and not their
+        # content.
         if is_empty and parsed is not None and parsed[1].is_visible():
             with suppress(FileNotFoundError):
                 leftover.rename(aside)
@@ -237,10 +246,12 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
         unchecked = aside / _UNCHECKED
         shutil.rmtree(unchecked, ignore_errors=True)
         build(unchecked)
-        # By what the files hold now: one that was read weeks ago may have become unsound on the disk without another time.
+        # By what the files hold now: one that was read weeks ago may have become unsound on the disk without another
+        # time.
         if entry_key(hf, root, dtype=dtype, reads_all=True) != key:
             raise ValueError(
-                f"{hf} changed while it was converted, or is damaged; start again when its writer is done, or download it again"
+                f"{hf} changed while it was converted, or is damaged; start again when its writer is done, or "
+                "download it again"
             )
         unchecked.rename(folder)
     for path in aside.iterdir():
@@ -295,11 +306,13 @@ def _usable(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # Only writing fails for lack of space; errors of the model's folder name a file there.
-        if not (Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        if not (
+            Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)
+        ):
             raise
         raise ValueError(
-            f"the cache of converted models at {root} cannot be used: {error}; set MRL_CACHE to a writable folder with room that all nodes "
-            "share, or MRL_CACHE=off to read the Hugging Face files directly"
+            f"the cache of converted models at {root} cannot be used: {error}; set MRL_CACHE to a writable folder "
+            "with room that all nodes share, or MRL_CACHE=off to read the Hugging Face files directly"
         ) from error
 
 
@@ -331,12 +344,18 @@ def cache_items(root: Path) -> list[Item]:
     return sorted(entries, key=lambda item: (item.used, item.key)) + builders
 
 
-def collect_garbage(root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None) -> list[Removal]:
+def collect_garbage(
+    root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None
+) -> list[Removal]:
     """Removes what dead processes left, entries unused for `older_than_days`, then the longest unused over `max_bytes`.
 
     Entries in use stay, whatever their age and size.
     """
-    removals = [Removal(item, "left by a process that is gone") for item in cache_items(root) if item.path.parent.name == BUILDING]
+    removals = [
+        Removal(item, "left by a process that is gone")
+        for item in cache_items(root)
+        if item.path.parent.name == BUILDING
+    ]
     removals = [removal for removal in removals if not removal.item.is_live and remove_leftover(removal.item.path)]
     for path in owned(root / LEASES):
         if not is_alive(path):

@@ -20,7 +20,14 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
-from conversion.files.hf_folder import EMBEDDING, REWARD_HEAD, copy_companions, stored_tensors, without_lost_code, write_json
+from conversion.files.hf_folder import (
+    EMBEDDING,
+    REWARD_HEAD,
+    copy_companions,
+    stored_tensors,
+    without_lost_code,
+    write_json,
+)
 from conversion.files.hf_weights import check_hf, has_output_alone, is_unused, read_model_config
 from conversion.files.manifest import (
     HF_CONFIG_FILE,
@@ -55,7 +62,8 @@ logger = logging.getLogger(__name__)
 NO_RANKS = MegatronParallel()
 MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
-# Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
+# Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one
+# tensor.
 _STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
 
 REWARD_HEAD_KEY = "reward_head.weight"
@@ -63,14 +71,19 @@ REWARD_HEAD_KEY = "reward_head.weight"
 
 
 def convert_hf_to_mcore(
-    hf: Path, out: Path, *, parallel: MegatronParallel = NO_RANKS, dtype: str | None = None, progress: Progress | None = None
+    hf: Path,
+    out: Path,
+    *,
+    parallel: MegatronParallel = NO_RANKS,
+    dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout.
 
-    `parallel` only says how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by default, files of
-    at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all but those that every
-    holder keeps in float32. Tensors that Megatron has in one are stored in a dtype that holds the values of all. The next call with the
-    same arguments continues a call that was killed.
+    `parallel` only says how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by
+    default, files of at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32")
+    names one for all but those that every holder keeps in float32. Tensors that Megatron has in one are stored in a
+    dtype that holds the values of all. The next call with the same arguments continues a call that was killed.
     """
     if not (hf / "config.json").exists():
         raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
@@ -80,7 +93,9 @@ def convert_hf_to_mcore(
         head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
             check_files(hf, [path.name for path in source.files])
-        layout, dtypes = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config))
+        layout, dtypes = _with_dtypes(
+            model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config)
+        )
         if parallel == NO_RANKS:
             files = files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
         else:
@@ -96,10 +111,13 @@ def convert_hf_to_mcore(
             # One thread would be slower than the writing.
             pool = ThreadPoolExecutor(2)
             try:
-                checksums = {name: pool.submit(content_checksums, source, name, torch_dtype(dtypes[name])) for name in canonical}
+                checksums = {
+                    name: pool.submit(content_checksums, source, name, torch_dtype(dtypes[name])) for name in canonical
+                }
                 data = write_torch_dist(iteration, layout, files, source, progress=counter(progress, total))
                 tensors = {
-                    name: TensorRecord(dtypes[name], shape, *checksums[name].result(IO_TIMEOUT_S)) for name, shape in canonical.items()
+                    name: TensorRecord(dtypes[name], shape, *checksums[name].result(IO_TIMEOUT_S))
+                    for name, shape in canonical.items()
                 }
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -117,12 +135,18 @@ def convert_hf_to_mcore(
 
 
 def convert_mcore_to_hf(
-    mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
+    mcore: Path,
+    out: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer, generation settings.
 
-    Tensors keep the dtypes of the checkpoint, unless `dtype` names one, as for `convert_hf_to_mcore`. If the checkpoint has a manifest,
-    all that is read is compared with it. The next call with the same arguments continues a call that was killed.
+    Tensors keep the dtypes of the checkpoint, unless `dtype` names one, as for `convert_hf_to_mcore`. If the checkpoint
+    has a manifest, all that is read is compared with it. The next call with the same arguments continues a call that
+    was killed.
     """
     opened = open_checkpoint(mcore)
     source, iteration = opened.tensors, opened.paths.iteration
@@ -139,7 +163,9 @@ def convert_mcore_to_hf(
     dtypes = _dtypes(source, source.names, dtype, config)
     report = counter(progress, sum(math.prod(source.shape(name)) * dtypes[name].itemsize for name in source.names))
     with built_aside(out, plan) as folder:
-        tensors, files = write_safetensors(folder, source, source.names, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report)
+        tensors, files = write_safetensors(
+            folder, source, source.names, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report
+        )
         check_same_tensors(root, tensors)
         # transformers 5 writes "dtype", older versions "torch_dtype"; a folder that both have edited has both.
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -160,7 +186,10 @@ def export_adapters(mcore: Path, out: Path) -> None:
     """Writes the LoRA adapters of a Megatron checkpoint as a folder of the library PEFT."""
     opened = open_checkpoint(mcore)
     if opened.adapters is None:
-        raise ValueError(f"--mcore {mcore}: the checkpoint has no adapters (policy.megatron_cfg.peft); mcore-to-hf converts its weights")
+        raise ValueError(
+            f"--mcore {mcore}: the checkpoint has no adapters (policy.megatron_cfg.peft); mcore-to-hf converts its "
+            "weights"
+        )
     write_peft(opened.factors, opened.adapters, opened.paths.hf_config, out)
 
 
@@ -181,8 +210,12 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
     rows, vocabulary = folder.shape(EMBEDDING_KEY)[0], paths.hf_config.get("vocab_size")
     if not isinstance(vocabulary, int) or rows < vocabulary:
-        raise ValueError(f"{paths.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}")
-    layout = family(paths.hf_config).torch_dist_layout(paths.hf_config, "float32", rows, stacked_layers=_STACKED_LAYERS_KEY in folder.keys)
+        raise ValueError(
+            f"{paths.iteration}: {EMBEDDING_KEY} has {rows} rows, less than vocab_size={vocabulary} of {HF_CONFIG_FILE}"
+        )
+    layout = family(paths.hf_config).torch_dist_layout(
+        paths.hf_config, "float32", rows, stacked_layers=_STACKED_LAYERS_KEY in folder.keys
+    )
     if REWARD_HEAD_KEY in folder.keys:
         layout = layout | _head_layout(folder.shape(REWARD_HEAD_KEY))
     adapters = find_adapters(paths, folder)
@@ -254,7 +287,9 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
     expected = read_manifest(folder).tensors
     with ExitStack() as stack:
         names, source = _opened(folder, stack)
-        yield from (f"{name}: in the manifest or in the files, but not in both" for name in sorted(names ^ expected.keys()))
+        yield from (
+            f"{name}: in the manifest or in the files, but not in both" for name in sorted(names ^ expected.keys())
+        )
         for name in sorted(names & expected.keys()):
             record = expected[name]
             found = (dtype_name(source.dtype(name)), source.shape(name))
@@ -287,4 +322,8 @@ def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
         left, right = (tensor.reshape(-1).view(torch.uint8).view(-1, dtype.itemsize) for tensor in (first, second))
         num_different += int((left != right).any(dim=1).sum())
         largest = max(largest, float((first.double() - second.double()).abs().nan_to_num(float("inf")).max()))
-    return f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}" if num_different else ""
+    return (
+        f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}"
+        if num_different
+        else ""
+    )

@@ -173,7 +173,9 @@ class Sections(Cut):
         ranges, offset = [], 0
         for section in self.sections:
             part = WHOLE if share_single_units and section.num_units == 1 else shard
-            start, stop = part.part(section.num_units, f"heads or groups in section {section.label} of {self.tensor.name}")
+            start, stop = part.part(
+                section.num_units, f"heads or groups in section {section.label} of {self.tensor.name}"
+            )
             unit = section.rows // section.num_units
             ranges.append((self.tensor, offset + start * unit, offset + stop * unit))
             offset += section.rows
@@ -214,7 +216,8 @@ class Qkv(Cut):
             low, high = shard.part(num_groups, f"heads of {self.key.name}")
         elif shard.size % num_groups:
             raise ValueError(
-                f"{shard.axis}={shard.size} is no multiple of the {num_groups} heads of {self.key.name}; use a multiple or a divisor"
+                f"{shard.axis}={shard.size} is no multiple of the {num_groups} heads of {self.key.name}; use a "
+                "multiple or a divisor"
             )
         else:
             low = shard.rank // (shard.size // num_groups)
@@ -253,7 +256,8 @@ class Experts:
     @cached_property
     def _names(self) -> dict[str, list[str]]:
         return {
-            tensor.name: [tensor.name.replace("{expert}", str(index)) for index in range(self.num_experts)] for tensor in self.cut.tensors
+            tensor.name: [tensor.name.replace("{expert}", str(index)) for index in range(self.num_experts)]
+            for tensor in self.cut.tensors
         }
 
     def megatron(self, expert_shard: AxisRank, shard: AxisRank) -> list[Cutout]:
@@ -261,7 +265,11 @@ class Experts:
         cut = self.cut.megatron(shard)
         pieces = [(self._names[piece.name], piece.box, piece.local, piece.transform) for piece in cut.pieces]
         return [
-            Cutout(cut.shape, tuple(Piece(names[index], box, local, transform) for names, box, local, transform in pieces), cut.padding)
+            Cutout(
+                cut.shape,
+                tuple(Piece(names[index], box, local, transform) for names, box, local, transform in pieces),
+                cut.padding,
+            )
             for index in range(*expert_shard.part(self.num_experts, "experts"))
         ]
 
@@ -280,7 +288,11 @@ class Experts:
     def _stacked(self, cut: Cutout, experts: range) -> Cutout:
         rows = [(index, ((place, place + 1),)) for place, index in enumerate(experts)]
         parts = [(self._names[piece.name], piece.box, piece.local, piece.transform) for piece in cut.pieces]
-        pieces = [Piece(names[index], box, row + local, transform) for index, row in rows for names, box, local, transform in parts]
+        pieces = [
+            Piece(names[index], box, row + local, transform)
+            for index, row in rows
+            for names, box, local, transform in parts
+        ]
         return Cutout((len(experts), *cut.shape), tuple(pieces))
 
 

@@ -91,16 +91,20 @@ class MergedTensors:
 def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapping[str, object], out: Path) -> None:
     """Writes a folder as the library PEFT reads it: adapter_model.safetensors and adapter_config.json.
 
-    Each weight of a fused layer gets its rows of B and a copy of the shared A. Experts without a gate get one A and one B for all of a
-    layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself.
+    Each weight of a fused layer gets its rows of B and a copy of the shared A. Experts without a gate get one A and one
+    B for all of a layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones
+    itself.
 
     Raises:
-        ValueError: PEFT, which is asked, refuses adapters of these layers or ignores them silently; or it is not installed.
+        ValueError: PEFT, which is asked, refuses adapters of these layers or ignores them silently; or it is not
+            installed.
     """
     try:
         from conversion.peft_check import check_applied
     except ImportError as error:
-        raise ValueError(f"{error}: only PEFT itself says whether it applies adapters; pip install 'mrl[adapters]'") from error
+        raise ValueError(
+            f"{error}: only PEFT itself says whether it applies adapters; pip install 'mrl[adapters]'"
+        ) from error
     canonical = family(hf_config).canonical(hf_config)
     content, targets, parameters = dict[str, Tensor](), set[str](), set[str]()
     stacked: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -113,7 +117,9 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
         content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
         alike = [name for name in canonical if name.endswith(f".{last}.weight")]
-        targets.add(last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :])
+        targets.add(
+            last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :]
+        )
     for (experts, name), factors in stacked.items():
         # PEFT wraps the wrapper of the first parameter, where both are adapted.
         inner = ".base_layer" if name == _UNGATED[0] and (experts, _UNGATED[1]) in stacked else ""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of exported adapters by the library PEFT, which loads them into a model without weights. Imported only where PEFT is installed."""
+"""Check of exported adapters by the library PEFT, which loads them into a model without weights. Imported only where
+PEFT is installed.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def check_applied(folder: Path, hf_config: Mapping[str, object], changes: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError unless PEFT changes the weights of a model as `changes` do: name and change of each, by canonical name.
+    """Raises ValueError unless PEFT changes the weights of a model as `changes` do: name and change of each, by
+    canonical name.
 
-    PEFT passes over some adapters without a word, and takes some for others. It and transformers hold the experts of a layer in one
-    tensor, so what is compared is the sum of squares of all changes of a kind of weight in a layer.
+    PEFT passes over some adapters without a word, and takes some for others. It and transformers hold the experts of a
+    layer in one tensor, so what is compared is the sum of squares of all changes of a kind of weight in a layer.
     """
     expected, found = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, change in changes:
@@ -45,15 +48,22 @@ def check_applied(folder: Path, hf_config: Mapping[str, object], changes: Iterab
                     found[_place(name)] += _squares(change(adapter))
     except (ValueError, RuntimeError, TypeError, KeyError, NotImplementedError) as error:
         raise _refusal(f"PEFT {version} does not load them: {error}") from error
-    wrong = [place for place in sorted(expected | found) if not math.isclose(found[place], expected[place], rel_tol=_TOLERANCE)]
+    wrong = [
+        place
+        for place in sorted(expected | found)
+        if not math.isclose(found[place], expected[place], rel_tol=_TOLERANCE)
+    ]
     if wrong:
         raise _refusal(f"PEFT {version} passes over them, or takes them for others, in {listed(wrong)}")
 
 
 def _without_weights(hf_config: Mapping[str, object]) -> PreTrainedModel:
-    """The model of transformers with parameters that take no memory. Not on the meta device, to which PEFT would move adapters."""
+    """The model of transformers with parameters that take no memory. Not on the meta device, to which PEFT would move
+    adapters.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        # auto_map names code that a folder brings along. Of a file, transformers also reads infinite numbers as it writes them.
+        # auto_map names code that a folder brings along. Of a file, transformers also reads infinite numbers as it
+        # writes them.
         write_json(Path(folder, "config.json"), {key: value for key, value in hf_config.items() if key != "auto_map"})
         config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -66,8 +76,8 @@ def _without_weights(hf_config: Mapping[str, object]) -> PreTrainedModel:
 
 def _refusal(reason: str) -> ValueError:
     return ValueError(
-        f"the adapters of this checkpoint cannot be used with PEFT: {reason}. mcore-to-hf writes the model with them merged. For adapters "
-        "alone, train with policy.megatron_cfg.peft.exclude_modules of these layers"
+        f"the adapters of this checkpoint cannot be used with PEFT: {reason}. mcore-to-hf writes the model with "
+        "them merged. For adapters alone, train with policy.megatron_cfg.peft.exclude_modules of these layers"
     )
 
 

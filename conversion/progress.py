@@ -49,7 +49,8 @@ def log_progress(what: str) -> Progress:
         reported = now
         rate = (done - kept) / (now - started)
         logger.info(
-            "%s: %.2f of %.2f GB (%d %%), %.2f GB/s, %.0f s left", what, done / 1e9, total / 1e9, 100 * done // max(total, 1), rate / 1e9,
+            "%s: %.2f of %.2f GB (%d %%), %.2f GB/s, %.0f s left", what, done / 1e9, total / 1e9,
+            100 * done // max(total, 1), rate / 1e9,
             (total - done) / max(rate, 1),
         )  # fmt: skip
 

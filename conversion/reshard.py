@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules: which rank copies which box where, so that source layouts fill target layouts. Standard library only.
 
-Ranks that hold the same are one class, and so are engine workers with the same layout and the same sources nearby: copies are worked out
-and proven once for a class. Only the choice among replicas is made for each worker.
+Ranks that hold the same are one class, and so are engine workers with the same layout and the same sources nearby:
+copies are worked out and proven once for a class. Only the choice among replicas is made for each worker.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def reshard(
 ) -> Schedule:
     """The copies that fill every target (engine worker) from the sources (trainer ranks).
 
-    A source rank runs on the GPU of its number; `gpu_of[target]` may be one of these, or a GPU of its own (a dedicated engine). `node_of`
-    is by GPU; None puts all on one node. A target copies what the source on its GPU holds straight out of that rank's arena. The rest
-    comes from the target's node where that holds it, else from anywhere, and always from the replica that sends least. It travels in
-    rounds in which no GPU receives or sends more than `buffer_bytes`; its exchange memory holds `NUM_BUFFERS` of them. Equal layouts
-    should be one Layout object: the work is done once for each. Equal arguments give equal schedules in every process.
+    A source rank runs on the GPU of its number; `gpu_of[target]` may be one of these, or a GPU of its own (a dedicated
+    engine). `node_of` is by GPU; None puts all on one node. A target copies what the source on its GPU holds straight
+    out of that rank's arena. The rest comes from the target's node where that holds it, else from anywhere, and always
+    from the replica that sends least. It travels in rounds in which no GPU receives or sends more than `buffer_bytes`;
+    its exchange memory holds `NUM_BUFFERS` of them. Equal layouts should be one Layout object: the work is done once
+    for each. Equal arguments give equal schedules in every process.
     """
     node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
@@ -84,7 +85,9 @@ def reshard(
         classes, turns = cut_rounds(drafts, class_of, ranks, buffer_bytes)
         _prove(classes, drafts, class_of)
         workers, body_bytes = _engine_workers(classes, class_of, gpu_of, ranks, turns)
-        last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
+        last_rounds = [
+            (classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()
+        ]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
         # Later collections leave them out, with all that an engine has frozen: vLLM collects at each switch of phase.
@@ -119,12 +122,16 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
             for piece in content.pieces:
                 _check_piece(slot, content.shape, piece)
                 if piece.transform is not None:
-                    raise ScheduleError(f"{source} holds {piece.name} transformed ({piece.transform}); only targets may")
+                    raise ScheduleError(
+                        f"{source} holds {piece.name} transformed ({piece.transform}); only targets may"
+                    )
                 holders = holdings[piece.name].setdefault(piece.box, {})
                 holding = Holding(slot, piece.local, content.dtype)
                 other = next(iter(holders.values()), holding)
                 if other.dtype != holding.dtype:
-                    raise ScheduleError(f"{piece.name} is held as {other.dtype} in {other.slot} and as {holding.dtype} in {slot}")
+                    raise ScheduleError(
+                        f"{piece.name} is held as {other.dtype} in {other.slot} and as {holding.dtype} in {slot}"
+                    )
                 holders.setdefault(source_class, other if other == holding else holding)
             fault = tiling_fault(content.shape, [*(piece.local for piece in content.pieces), *content.padding])
             if fault is not None:
@@ -134,7 +141,9 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
 
 def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
     extra = len(piece.local) - len(piece.box)
-    is_same_size = extra >= 0 and lengths(piece.local[extra:]) == lengths(piece.box) and volume(piece.local[:extra]) == 1
+    is_same_size = (
+        extra >= 0 and lengths(piece.local[extra:]) == lengths(piece.box) and volume(piece.local[:extra]) == 1
+    )
     is_inside = len(piece.local) == len(shape) and all(
         0 <= start < stop <= size for (start, stop), size in zip(piece.local, shape, strict=True)
     )
@@ -143,7 +152,11 @@ def _check_piece(slot: Slot, shape: tuple[int, ...], piece: Piece) -> None:
 
 
 def _drafts(
-    found: _Sources, targets: Mapping[int, Layout], gpu_of: Mapping[int, int], node_of: Mapping[int, int], buffer_bytes: int
+    found: _Sources,
+    targets: Mapping[int, Layout],
+    gpu_of: Mapping[int, int],
+    node_of: Mapping[int, int],
+    buffer_bytes: int,
 ) -> tuple[list[Draft], dict[int, int]]:
     sharing: dict[int, int] = defaultdict(int)
     for target in targets:
@@ -191,7 +204,10 @@ def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozense
                     for part in parts:
                         part_holders = holders
                         if part != held_box:
-                            parts_of = {kept: kept._replace(box=place(part, held_box, kept.box)) for kept in set(holders.values())}
+                            parts_of = {
+                                kept: kept._replace(box=place(part, held_box, kept.box))
+                                for kept in set(holders.values())
+                            }
                             part_holders = {source_class: parts_of[kept] for source_class, kept in holders.items()}
                         num_bytes = volume(part) * DTYPE_BYTES[next(iter(holders.values())).dtype]
                         local = place(part, piece.box, piece.local)
@@ -218,7 +234,13 @@ def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
 
 
 def _draft(
-    found: _Sources, layout: Layout, copies: Sequence[_Parts], own: int | None, near: frozenset[int], num_shares: int, num_targets: int
+    found: _Sources,
+    layout: Layout,
+    copies: Sequence[_Parts],
+    own: int | None,
+    near: frozenset[int],
+    num_shares: int,
+    num_targets: int,
 ) -> Draft:
     """Groups the copies of a class by their possible senders, and spreads each group over bins of about equal size."""
     own_copies: list[Copy] = []
@@ -250,7 +272,11 @@ def _draft(
 
 
 def _assign(
-    found: _Sources, drafts: Sequence[Draft], class_of: Mapping[int, int], gpu_of: Mapping[int, int], node_of: Mapping[int, int]
+    found: _Sources,
+    drafts: Sequence[Draft],
+    class_of: Mapping[int, int],
+    gpu_of: Mapping[int, int],
+    node_of: Mapping[int, int],
 ) -> dict[int, list[int]]:
     """Chooses the sending rank of each bin, by target. Bins with the fewest possible senders choose first,
     each the rank that sends least so far."""
@@ -299,7 +325,11 @@ def _prove(classes: Sequence[WorkerClass], drafts: Sequence[Draft], class_of: Ma
 
 
 def _engine_workers(
-    classes: Sequence[WorkerClass], class_of: Mapping[int, int], gpu_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], turns: Turns
+    classes: Sequence[WorkerClass],
+    class_of: Mapping[int, int],
+    gpu_of: Mapping[int, int],
+    ranks: Mapping[int, Sequence[int]],
+    turns: Turns,
 ) -> tuple[dict[int, EngineWorker], dict[int, int]]:
     """Gives each worker its places in the exchange memory of its GPU: checksums of own copies first, then regions."""
     num_turns, turn_of = turns
@@ -312,7 +342,9 @@ def _engine_workers(
         regions[target] = ends[gpu_of[target]]
         ends[gpu_of[target]] += min(NUM_BUFFERS, classes[index].num_rounds) * align(classes[index].region_bytes)
     workers = {
-        target: EngineWorker(gpu_of[target], index, tuple(ranks[target]), turn_of[target], num_turns, checksums[target], regions[target])
+        target: EngineWorker(
+            gpu_of[target], index, tuple(ranks[target]), turn_of[target], num_turns, checksums[target], regions[target]
+        )
         for target, index in class_of.items()
     }
     return workers, dict(ends)

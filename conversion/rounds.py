@@ -15,10 +15,12 @@ from conversion.schedule import CHECKSUM_BYTES, Copy, Holding, Link, Message, So
 MIN_BUFFER_BYTES = 2 * ALIGNMENT
 """Room for the smallest message: a box and its checksum."""
 
-# Boxes are cut so that a buffer holds at least this many: otherwise rounds fill badly, and one source sends while the others wait.
+# Boxes are cut so that a buffer holds at least this many: otherwise rounds fill badly, and one source sends while the
+# others wait.
 _BOXES_PER_BUFFER = 64
 _CHECKSUMS_PER_BLOCK = ALIGNMENT // CHECKSUM_BYTES
-# Rounds are cut again, smaller, where some rank would send more than its buffer holds; below this part of the buffer workers take turns.
+# Rounds are cut again, smaller, where some rank would send more than its buffer holds; below this part of the buffer
+# workers take turns.
 _LEAST_CAPACITY = 0.5
 
 
@@ -49,7 +51,9 @@ class Draft:
 
 
 Turns = tuple[int, Mapping[int, int]]
-"""Number of turns, and the turn of each worker: workers that one rank cannot serve at the same time receive one after the other."""
+"""Number of turns, and the turn of each worker: workers that one rank cannot serve at the same time receive one after
+the other.
+"""
 
 
 class _Cuts(NamedTuple):
@@ -112,7 +116,10 @@ def cut_rounds(
             break
         capacity = int(0.97 * capacity * buffer_bytes / most)
         if capacity < _LEAST_CAPACITY * buffer_bytes:
-            cuts = [_cut(order, len(draft.bins), buffer_bytes // draft.num_shares) for order, draft in zip(orders, drafts, strict=True)]
+            cuts = [
+                _cut(order, len(draft.bins), buffer_bytes // draft.num_shares)
+                for order, draft in zip(orders, drafts, strict=True)
+            ]
             turns = _take_turns(cuts, class_of, ranks, buffer_bytes)
             break
     return [_worker_class(draft, found) for draft, found in zip(drafts, cuts, strict=True)], turns
@@ -149,7 +156,9 @@ def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> 
     return _Cuts(counts, by_bin, max(map(sum, sizes), default=0))
 
 
-def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int) -> Turns:
+def _take_turns(
+    cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
+) -> Turns:
     """Lets workers take turns where few ranks send to many of them, in as many groups as the senders' buffers need."""
     groups: list[dict[int, int]] = []
     turn_of = {}

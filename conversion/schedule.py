@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reshard's schedule as plain data: for each class of equal engine workers, the copies that fill it, and messages.
 
-A source is a trainer rank. A copy fills one box of an engine worker from a box of a source. A message carries copies from one source to one
-worker in one round. A GPU has the number of the trainer rank on it; GPUs of dedicated engines are numbered behind the last rank. (On hosts
-without GPUs, read "process" for GPU.) Standard library only: `conversion.reshard` makes schedules, `mrl.refit` carries them out.
+A source is a trainer rank. A copy fills one box of an engine worker from a box of a source. A message carries copies
+from one source to one worker in one round. A GPU has the number of the trainer rank on it; GPUs of dedicated engines
+are numbered behind the last rank. (On hosts without GPUs, read "process" for GPU.) Standard library only:
+`conversion.reshard` makes schedules, `mrl.refit` carries them out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from conversion.texts import listed
 CHECKSUM_BYTES = 8
 
 NUM_BUFFERS = 2
-"""Rounds whose messages have room in an exchange memory at the same time: one arrives while workers read the one before."""
+"""Rounds whose messages have room in an exchange memory at the same time: one arrives while workers read the one
+before.
+"""
 
 
 Link = Literal["gpu", "node", "network"]
@@ -112,7 +115,9 @@ class WorkerClass:
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each source sends over all rounds, without checksums."""
-        return tuple(sum(copy.num_bytes for message in source.messages for copy in message.copies) for source in self.sources)
+        return tuple(
+            sum(copy.num_bytes for message in source.messages for copy in message.copies) for source in self.sources
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,9 @@ class EngineWorker:
     class_index: int
     ranks: tuple[int, ...]
     turn: int
-    """Workers that one rank cannot serve at the same time take turns: message round `i` travels in round `i * num_turns + turn`."""
+    """Workers that one rank cannot serve at the same time take turns: message round `i` travels in round
+    `i * num_turns + turn`.
+    """
     num_turns: int
     checksums_base: int
     """Start of the checksums of its own copies in the body of its GPU's exchange memory, in bytes."""
@@ -140,7 +147,9 @@ class Delivery(NamedTuple):
     gpu: int
     offset: int
     can_map: bool
-    """Rank and GPU are on one node and the GPU has a trainer rank, so a worker may read the sender's arena where processes can map it."""
+    """Rank and GPU are on one node and the GPU has a trainer rank, so a worker may read the sender's arena where
+    processes can map it.
+    """
     message: Message
 
 
@@ -151,7 +160,9 @@ class Pull(NamedTuple):
     rank: int
     holding: Holding
     offset: int | None
-    """Bytes from the start of the exchange memory's body; None: the worker reads the arena of the rank on its own GPU."""
+    """Bytes from the start of the exchange memory's body; None: the worker reads the arena of the rank on its
+    own GPU.
+    """
     checksum_offset: int
     """Bytes from the start of the exchange memory's body."""
 
@@ -166,14 +177,18 @@ class Schedule:
     """Class of each source rank: ranks of one class hold the same."""
     workers: Mapping[int, EngineWorker]
     body_bytes: Mapping[int, int]
-    """Body of the exchange memory of each GPU that has workers: checksums of own copies, then the regions of each worker."""
+    """Body of the exchange memory of each GPU that has workers: checksums of own copies, then the regions of each
+    worker.
+    """
 
     def class_of(self, worker: int) -> WorkerClass:
         return self.classes[self.workers[worker].class_index]
 
     def sent_by(self, rank: int) -> list[list[Delivery]]:
         """Lists messages that leave a rank, by round. Both ends list the messages between them in the same order."""
-        return self._by_round(self._deliveries(worker, rank) for worker in self.workers.values() if rank in worker.ranks)
+        return self._by_round(
+            self._deliveries(worker, rank) for worker in self.workers.values() if rank in worker.ranks
+        )
 
     def received_on(self, gpu: int) -> list[list[Delivery]]:
         """Lists the messages that arrive on a GPU, by round; see `sent_by`."""
@@ -197,7 +212,9 @@ class Schedule:
             message, checksums = item.message, item.offset + item.message.checksums_offset
             for row, (copy, offset) in enumerate(zip(message.copies, message.copy_offsets, strict=True)):
                 holding = copy.holders[item.source_class]
-                pulls[item.round].append(Pull(copy, item.rank, holding, item.offset + offset, checksums + CHECKSUM_BYTES * row))
+                pulls[item.round].append(
+                    Pull(copy, item.rank, holding, item.offset + offset, checksums + CHECKSUM_BYTES * row)
+                )
         return pulls
 
     def link_bytes(self) -> dict[Link, int]:
@@ -227,8 +244,9 @@ class Schedule:
         memory = max(self.body_bytes.values(), default=0) / 2**20
         workers, rounds = len(self.workers), self.num_rounds
         return (
-            f"{num_copies} copies to {workers} engine worker{'s' * (workers != 1)} in {rounds} round{'s' * (rounds != 1)}: {moved['gpu']} "
-            f"from their own GPUs, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
+            f"{num_copies} copies to {workers} engine worker{'s' * (workers != 1)} in {rounds} "
+            f"round{'s' * (rounds != 1)}: {moved['gpu']} from their own GPUs, {moved['node']} within nodes, "
+            f"{moved['network']} between nodes, exchange memory {memory:.1f} MiB"
         )
 
     def casts(self) -> list[str]:
@@ -266,7 +284,9 @@ class Schedule:
                 for message in source.messages:
                     round = message.round * worker.num_turns + worker.turn
                     region = worker.region_base + message.round % NUM_BUFFERS * align(found.region_bytes)
-                    yield Delivery(round, sender, self.source_class[sender], worker.gpu, region + message.offset, can_map, message)
+                    yield Delivery(
+                        round, sender, self.source_class[sender], worker.gpu, region + message.offset, can_map, message
+                    )
 
     def _by_round(self, deliveries: Iterable[Iterable[Delivery]]) -> list[list[Delivery]]:
         rounds: list[list[Delivery]] = [[] for _ in range(self.num_rounds)]

@@ -102,7 +102,8 @@ def read_ahead(
 ) -> Iterator[Tensor]:
     """A tensor per item, of `like`'s shape and dtype, in order. A thread fills the next while the caller works on one.
 
-    Asking for the next one ends a tensor: all share two buffers, as the pages of new ones take the kernel longer than reading does.
+    Asking for the next one ends a tensor: all share two buffers, as the pages of new ones take the kernel longer than
+    reading does.
     """
     buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
@@ -166,8 +167,8 @@ class StoredTensor:
 def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> None:
     """Copies a box of a stored tensor into `target`, which has the box's lengths; casts to its dtype.
 
-    `file` is a descriptor of `stored.path`. Reads whole rows, straight into `target` where that has the same layout. The file is not
-    mapped: a mapping would count as memory of the process, and an error of the disk would kill it.
+    `file` is a descriptor of `stored.path`. Reads whole rows, straight into `target` where that has the same layout.
+    The file is not mapped: a mapping would count as memory of the process, and an error of the disk would kill it.
     """
     if not box:
         stored, box, target = StoredTensor(stored.path, stored.offset, stored.dtype, (1,)), ((0, 1),), target.view(1)
@@ -179,7 +180,10 @@ def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> No
             read_stored(file, row, tuple(rest), target[index - start])
         return
     is_direct = (
-        target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous() and full(stored.shape[1:]) == tuple(rest)
+        target.dtype == stored.dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and full(stored.shape[1:]) == tuple(rest)
     )
     step = stop - start if is_direct else max(1, BLOCK_BYTES // max(1, row_bytes))
     for low in range(start, stop, step):
@@ -189,7 +193,10 @@ def read_stored(file: int, stored: StoredTensor, box: Box, target: Tensor) -> No
         while done < len(content):
             num_bytes = os.preadv(file, [content[done:]], offset + done)
             if not num_bytes:
-                raise ValueError(f"{stored.path} ends at byte {offset + done}, before the tensor that it should hold; the file is damaged")
+                raise ValueError(
+                    f"{stored.path} ends at byte {offset + done}, before the tensor that it should hold; the file "
+                    "is damaged"
+                )
             done += num_bytes
         if not is_direct:
             part.copy_(box_view(rows, ((0, len(part)), *rest)))

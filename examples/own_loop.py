@@ -7,7 +7,12 @@ import torch
 
 from mrl import api
 
-OVERRIDES = ["checkpointing.checkpoint_dir=results/own_loop", "grpo.max_num_steps=40", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+OVERRIDES = [
+    "checkpointing.checkpoint_dir=results/own_loop",
+    "grpo.max_num_steps=40",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+]
 
 
 def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
@@ -31,7 +36,8 @@ def main() -> None:
             sequences = [sequence for group in groups for sequence in with_advantages(group)]
             # Megatron computes old logprobs, packs batches, and makes optimizer steps by the loss of the config.
             metrics = loop.policy.train(sequences)
-            # vLLM gets the new weights, checksums over all bytes are compared; the step is logged, validated and saved if that is due.
+            # vLLM gets the new weights, checksums over all bytes are compared; the step is logged, validated and saved
+            # if that is due.
             metrics = loop.refit.run(metrics)
             print(f"step {loop.state.step}: {metrics['refit/verified_bytes']:,.0f} bytes of the engines verified")
         print(f"accuracy after: {loop.rollouts.validate()['val/accuracy']:.3f}; saved {loop.policy.save()}")

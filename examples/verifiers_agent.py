@@ -2,8 +2,8 @@
 # pyright: basic, reportMissingImports=false
 """Any taskset of verifiers as an agent, in the Python where verifiers is installed.
 
-`python verifiers_agent.py rows NAME > rows.jsonl` writes a row for each of its tasks, `python verifiers_agent.py serve PORT`
-runs them. NAME is a package, or a file NAME.py in PYTHONPATH.
+`python verifiers_agent.py rows NAME > rows.jsonl` writes a row for each of its tasks,
+`python verifiers_agent.py serve PORT` runs them. NAME is a package, or a file NAME.py in PYTHONPATH.
 """
 
 import functools
@@ -30,14 +30,24 @@ def tasks_of(name: str) -> list[Any]:
 
 def rows(name: str) -> list[str]:
     return [
-        json.dumps({"question": str(task.data.prompt), "answer": "judged by verifiers", "env_name": name, "taskset": name, "index": index})
+        json.dumps(
+            {
+                "question": str(task.data.prompt),
+                "answer": "judged by verifiers",
+                "env_name": name,
+                "taskset": name,
+                "index": index,
+            }
+        )
         for index, task in enumerate(tasks_of(name))
     ]
 
 
 async def run(request: Request) -> JSONResponse:
     asked = await request.json()
-    variable = "KEY_" + asked["base_url"].split("/")[-2]  # verifiers reads keys from the environment: one for each session
+    variable = (
+        "KEY_" + asked["base_url"].split("/")[-2]
+    )  # verifiers reads keys from the environment: one for each session
     os.environ[variable] = asked["api_key"]
     agent = vf.make_agent(
         vf.AgentConfig(

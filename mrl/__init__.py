@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import NoReturn
 
 STARTED = time.monotonic()
-"""Seconds on the clock of time.monotonic. Commands import this first; a process that was a shell before is older than its command."""
+"""Seconds on the clock of time.monotonic. Commands import this first; a process that was a shell before is older than
+its command.
+"""
 
 __version__ = "0.1.0"
 
@@ -34,7 +36,8 @@ for name, value in NO_USAGE_STATISTICS.items():
 def home_instead(home: str) -> str:
     """The user's own folder in place of a home that is unknown (`~`) or cannot be written to or made; "" if it can.
 
-    A home folder that is there stays: it has the user's settings, even if it is read-only. `/` is what containers give an unknown user.
+    A home folder that is there stays: it has the user's settings, even if it is read-only. `/` is what containers give
+    an unknown user.
     """
     place = next((place for place in (Path(home), *Path(home).parents) if place.exists()), Path())
     can_write = place.is_dir() and os.access(place, os.W_OK | os.X_OK)

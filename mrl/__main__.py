@@ -12,7 +12,20 @@ from pathlib import Path
 
 from mrl import __version__
 
-COMMANDS = ("train", "check", "plan", "prepare", "reward", "evaluate", "convert", "doctor", "launch", "view", "runs", "replay")
+COMMANDS = (
+    "train",
+    "check",
+    "plan",
+    "prepare",
+    "reward",
+    "evaluate",
+    "convert",
+    "doctor",
+    "launch",
+    "view",
+    "runs",
+    "replay",
+)
 
 
 def summary(command: str) -> str:
@@ -29,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="mrl",
         description="GRPO post-training on Megatron-Core, vLLM and Ray.",
-        epilog=f"commands:\n{listed}\n\n`mrl COMMAND --help` says more; it is the same as `python -m mrl.COMMAND --help`.",
+        epilog=(
+            f"commands:\n{listed}\n\n`mrl COMMAND --help` says more; it is the same as `python -m mrl.COMMAND --help`."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")

@@ -168,7 +168,9 @@ class Engines:
         supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
         sampling = supplier.data.sampling
-        return supplier.queue.sample(asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock())
+        return supplier.queue.sample(
+            asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock()
+        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class Rollouts:
     def take(self) -> list[RolloutGroup]:
         """The groups of the next step, `grpo.num_prompts_per_step` of `grpo.num_generations_per_prompt` rollouts.
 
-        EOFError, which ends the `with` block of `start` quietly: none follow, as all prompts are used up, or the run is over.
+        EOFError, which ends the `with` block of `start` quietly: none follow, as all prompts are used up, or the run is
+        over.
         """
         step = self._loop.next_step()
         groups = self._loop.supplier.sample(self._loop.state, step)
@@ -224,8 +227,9 @@ class Refit:
 def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     """Starts processes of a config with rollouts; goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
 
-    They live inside the `with` block. Policy and engines are proven to hold the same weights. A signal or the time limit saves the last
-    finished step, ends the block, and exits with code 75: the same command goes on. ValueError: the input is at fault.
+    They live inside the `with` block. Policy and engines are proven to hold the same weights. A signal or the time
+    limit saves the last finished step, ends the block, and exits with code 75: the same command goes on. ValueError:
+    the input is at fault.
     """
     from mrl.config.load import load_run
     from mrl.config.secrets import start_logging
@@ -239,8 +243,8 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     loaded, migration = load_run(config, overrides, secrets=secrets)
     if not loaded.has_engines:
         raise ValueError(
-            f"algorithm={loaded.algorithm}: a loop of one's own trains on rollouts, and this algorithm on rows alone; run "
-            f"`python -m mrl.train {config}`, or choose algorithm grpo, ppo or distillation"
+            f"algorithm={loaded.algorithm}: a loop of one's own trains on rollouts, and this algorithm on rows "
+            f"alone; run `python -m mrl.train {config}`, or choose algorithm grpo, ppo or distillation"
         )
     migration.log()
     if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
@@ -248,7 +252,10 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     training = rollouts.prepare(loaded)
     try:
         with open_folder(training) as folder:
-            checkpoint, budget = folder.newest_checkpoint(), Budget(loaded.checkpointing.must_save_by_s, started=started)
+            checkpoint, budget = (
+                folder.newest_checkpoint(),
+                Budget(loaded.checkpointing.must_save_by_s, started=started),
+            )
             with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         is_done = run.is_done(state)

@@ -41,7 +41,10 @@ Found = TypeVar("Found")
 
 OPTION, STRICT, GPU, JSON = "--check", "--strict", "--gpu", "--json"
 NEVER_SEEN = (
-    "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
+    (
+        "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and "
+        "the network"
+    ),
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
 )
 WIDTH = 14
@@ -50,11 +53,17 @@ WIDTH = 14
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides."""
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
-    parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
+    )
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects")
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects"
+    )
     options = _parse(parser, arguments)
-    options.secrets = start_logging("plain" if options.check else options.log_format, sys.stderr if options.json else None)
+    options.secrets = start_logging(
+        "plain" if options.check else options.log_format, sys.stderr if options.json else None
+    )
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
         parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
@@ -63,19 +72,29 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line of `python -m mrl.evaluate`. Log lines as `parse_arguments` says."""
-    parser = argparse.ArgumentParser(prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers."
+    )
     words = "a config, a run folder, a step_N folder or a model, then overrides"
     parser.add_argument("words", nargs="+", metavar="CONFIG|DIR|a.b=c", help=words)
-    parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
+    parser.add_argument(
+        "--config", help="for a folder: the config that says how it is asked (default: that of the run)"
+    )
     options = _parse(parser, arguments)
     options.secrets = start_logging("plain" if options.check else "text", sys.stderr if options.json else None)
     return options
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser.add_argument(OPTION, action="store_true", help="print what the config means and what is wrong with it, and start nothing")
-    parser.add_argument(STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too")
-    parser.add_argument(GPU, choices=GPUS, help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)")
+    parser.add_argument(
+        OPTION, action="store_true", help="print what the config means and what is wrong with it, and start nothing"
+    )
+    parser.add_argument(
+        STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too"
+    )
+    parser.add_argument(
+        GPU, choices=GPUS, help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)"
+    )
     parser.add_argument(JSON, action="store_true", help=f"with {OPTION}: print problems as JSON, all else to stderr")
     options = parser.parse_intermixed_args(arguments)
     for name, given in ((STRICT, options.strict), (GPU, options.gpu), (JSON, options.json)):
@@ -88,7 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
     return check_run(
-        options.name, options.words, strict=options.strict, secrets=options.secrets, gpu=GPUS.get(options.gpu), as_json=options.json
+        options.name,
+        options.words,
+        strict=options.strict,
+        secrets=options.secrets,
+        gpu=GPUS.get(options.gpu),
+        as_json=options.json,
     )
 
 
@@ -102,7 +126,9 @@ def check_evaluation(options: argparse.Namespace) -> int:
         return 2
     overrides = [*target.model_overrides(), *overrides]
     secrets, as_json = options.secrets, options.json
-    return check_run(target.config, overrides, to_evaluate=True, strict=options.strict, secrets=secrets, as_json=as_json)
+    return check_run(
+        target.config, overrides, to_evaluate=True, strict=options.strict, secrets=secrets, as_json=as_json
+    )
 
 
 @dataclass(frozen=True)
@@ -134,9 +160,15 @@ class Checked:
     @property
     def unknown_models(self) -> list[str]:
         """A line that names the models without a config.json here, if there are any."""
-        unread = [problem for problem in self.unchecked if problem.key.endswith("model_name") and problem.value is not None]
+        unread = [
+            problem for problem in self.unchecked if problem.key.endswith("model_name") and problem.value is not None
+        ]
         lacking = [f"{problem.key}={problem.value}" for problem in unread]
-        return [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"] if lacking else []
+        return (
+            [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"]
+            if lacking
+            else []
+        )
 
     @property
     def provided(self) -> list[Problem]:
@@ -163,7 +195,11 @@ def examine(
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
     checked = Checked(config, migration, problems, path)
-    return checked if config is None else examine_config(config, checked, to_evaluate=to_evaluate, is_strict=is_strict, gpu=gpu)
+    return (
+        checked
+        if config is None
+        else examine_config(config, checked, to_evaluate=to_evaluate, is_strict=is_strict, gpu=gpu)
+    )
 
 
 def examine_config(
@@ -176,7 +212,10 @@ def examine_config(
     problems += _known(lambda: find_wrong_weights(config), [])
     if not to_evaluate:
         lost = _known(lambda: find_lost_run(Path(config.checkpointing.checkpoint_dir)), None)
-        problems += [*(told(text, "rows") for text in find_few_rows(config)), *([told(lost, "run-folder")] if lost else [])]
+        problems += [
+            *(told(text, "rows") for text in find_few_rows(config)),
+            *([told(lost, "run-folder")] if lost else []),
+        ]
     look = _known(lambda: look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate), Look())
     lacks, slower = _known(lambda: look_at_environment(config), ([], []))
     problems = list(dict.fromkeys([*problems, *lacks, *look.problems]))
@@ -228,7 +267,8 @@ def check_run(
 ) -> int:
     """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
-    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
+    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if
+    `strict`.
     """
     secrets = set() if secrets is None else secrets
     checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
@@ -313,11 +353,15 @@ def find_target(name: str, config: str | None) -> Target:
         return Target(name, Path(name).stem)
     if (folder / "config.json").is_file():
         if config is None:
-            raise ValueError(f"{name} is a model; name with --config the config whose data, environments and sampling to use")
+            raise ValueError(
+                f"{name} is a model; name with --config the config whose data, environments and sampling to use"
+            )
         return Target(config, folder.resolve().name, model=folder.resolve())
     run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
     if not (run / RUN_CONFIG).is_file():
-        raise ValueError(f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)")
+        raise ValueError(
+            f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)"
+        )
     checkpoint = folder
     if run == folder:
         newest = CheckpointStore(run, CheckpointingConfig()).newest(with_shards=True)

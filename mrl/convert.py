@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from conversion.cache import DAY_S, cache_items, collect_garbage
-from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences, export_adapters, faults_against_manifest
+from conversion.convert import (
+    convert_hf_to_mcore,
+    convert_mcore_to_hf,
+    differences,
+    export_adapters,
+    faults_against_manifest,
+)
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
@@ -44,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         is_conversion = options.command in (_TO_MCORE, _TO_HF)
-        logger.error("%s%s", error, "; what was written so far is kept, and the same command goes on from there" if is_conversion else "")
+        logger.error(
+            "%s%s",
+            error,
+            "; what was written so far is kept, and the same command goes on from there" if is_conversion else "",
+        )
         return 2
 
 
@@ -59,7 +69,10 @@ def _run(options: argparse.Namespace) -> int:
             clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
         return 0
     if options.command == "verify":
-        return _report(faults_against_manifest(options.folder), f"{options.folder} is what its manifest says: every file and every tensor")
+        return _report(
+            faults_against_manifest(options.folder),
+            f"{options.folder} is what its manifest says: every file and every tensor",
+        )
     started = time.monotonic()
     progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _ADAPTERS:
@@ -67,7 +80,11 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == _TO_HF:
         max_shard_bytes = size_in_bytes(options.max_shard_size)
         convert_mcore_to_hf(
-            options.mcore, options.out, max_shard_bytes=max_shard_bytes, dtype=_DTYPES.get(options.dtype), progress=progress
+            options.mcore,
+            options.out,
+            max_shard_bytes=max_shard_bytes,
+            dtype=_DTYPES.get(options.dtype),
+            progress=progress,
         )
     else:
         parallel = MegatronParallel(
@@ -78,7 +95,13 @@ def _run(options: argparse.Namespace) -> int:
             num_layers_in_first_pipeline_stage=options.num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=options.num_layers_in_last_pipeline_stage,
         )
-        convert_hf_to_mcore(model_folder(options.hf), options.out, parallel=parallel, dtype=_DTYPES.get(options.dtype), progress=progress)
+        convert_hf_to_mcore(
+            model_folder(options.hf),
+            options.out,
+            parallel=parallel,
+            dtype=_DTYPES.get(options.dtype),
+            progress=progress,
+        )
     logger.info("%s written in %.1f s", options.out, time.monotonic() - started)
     return 0
 
@@ -90,7 +113,11 @@ def list_cache() -> None:
     items = cache_items(root)
     for item in items:
         if item.entry is not None:
-            dtype, model, state = item.entry.dtype or "as stored", item.entry.model, "in use" if item.is_live else "complete"
+            dtype, model, state = (
+                item.entry.dtype or "as stored",
+                item.entry.model,
+                "in use" if item.is_live else "complete",
+            )
         else:
             dtype, model, state = "", "", "being built" if item.is_live else "leftover"
         seconds = time.time() - item.used
@@ -106,14 +133,22 @@ def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None
     removals = collect_garbage(cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes)
     for removal in removals:
         model = removal.item.entry.model if removal.item.entry else ""
-        logger.info("%s  %s  removed (%s)  %s", removal.item.key[:KEY_LENGTH], _size(removal.item.num_bytes), removal.reason, model)
+        logger.info(
+            "%s  %s  removed (%s)  %s",
+            removal.item.key[:KEY_LENGTH],
+            _size(removal.item.num_bytes),
+            removal.reason,
+            model,
+        )
     logger.info("%s removed", _size(sum(removal.item.num_bytes for removal in removals)))
 
 
 def cache_folder() -> Path:
     root = env.cache_root()
     if root is None:
-        raise ValueError(f"{env.MRL_CACHE.name}=off: there is no cache to look at; unset it, or set it to the folder of the cache")
+        raise ValueError(
+            f"{env.MRL_CACHE.name}=off: there is no cache to look at; unset it, or set it to the folder of the cache"
+        )
     return root
 
 
@@ -142,28 +177,50 @@ def _report(lines: Iterable[str], if_none: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mrl.convert", description="Convert, compare and verify weights of Hugging Face folders and Megatron checkpoints."
+        prog="python -m mrl.convert",
+        description="Convert, compare and verify weights of Hugging Face folders and Megatron checkpoints.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     to_mcore = commands.add_parser(_TO_MCORE, help="a Hugging Face folder to a Megatron torch_dist checkpoint")
-    to_mcore.add_argument("--hf", required=True, help="folder with config.json and safetensors files, or the id of a model on the Hub")
+    to_mcore.add_argument(
+        "--hf", required=True, help="folder with config.json and safetensors files, or the id of a model on the Hub"
+    )
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         to_mcore.add_argument(
-            f"--{axis}", type=_positive, default=1, help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)"
+            f"--{axis}",
+            type=_positive,
+            default=1,
+            help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)",
         )
     for stage in ("first", "last"):
         option = f"--num-layers-in-{stage}-pipeline-stage"
-        to_mcore.add_argument(option, type=_positive, metavar="N", help=f"layers of the {stage} stage (default: as many as the others)")
-    to_hf = commands.add_parser(_TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder, adapters merged")
-    to_hf.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
-    to_hf.add_argument("--max-shard-size", default="5GB", help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)")
+        to_mcore.add_argument(
+            option, type=_positive, metavar="N", help=f"layers of the {stage} stage (default: as many as the others)"
+        )
+    to_hf = commands.add_parser(
+        _TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder, adapters merged"
+    )
+    to_hf.add_argument(
+        "--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder"
+    )
+    to_hf.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="of one safetensors file, with MB, GB, MiB or GiB (default: %(default)s)",
+    )
     for direction in (to_mcore, to_hf):
         direction.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
         direction.add_argument("--dtype", choices=sorted(_DTYPES), help="of all tensors (default: each keeps its own)")
-    adapters = commands.add_parser(_ADAPTERS, help="the LoRA adapters of a Megatron checkpoint to a folder of the library PEFT")
-    adapters.add_argument("--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder")
+    adapters = commands.add_parser(
+        _ADAPTERS, help="the LoRA adapters of a Megatron checkpoint to a folder of the library PEFT"
+    )
+    adapters.add_argument(
+        "--mcore", type=Path, required=True, help="a step_N folder of a run, its policy/weights, or an iter_ folder"
+    )
     adapters.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    compare = commands.add_parser("compare", help="names, shapes, dtypes and values of two folders; exit code 1 if they differ")
+    compare = commands.add_parser(
+        "compare", help="names, shapes, dtypes and values of two folders; exit code 1 if they differ"
+    )
     compare.add_argument("first", type=Path, metavar="A", help="a Hugging Face folder or a Megatron checkpoint")
     compare.add_argument("second", type=Path, metavar="B", help="another one")
     verify = commands.add_parser(
@@ -172,10 +229,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
     cache = commands.add_parser("cache", help="the cache of converted models that training runs fill")
     cache_commands = cache.add_subparsers(dest="cache_command", required=True)
-    cache_commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, dtype, model")
-    clean = cache_commands.add_parser("gc", help="remove what killed processes left, and entries as asked for, but none that is in use")
+    cache_commands.add_parser(
+        "list", help="entries and leftovers: key, size, time since the last use, state, dtype, model"
+    )
+    clean = cache_commands.add_parser(
+        "gc", help="remove what killed processes left, and entries as asked for, but none that is in use"
+    )
     clean.add_argument("--older-than", type=float, metavar="DAYS", help="entries that were not used for so long")
-    clean.add_argument("--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB")
+    clean.add_argument(
+        "--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB"
+    )
     return parser
 
 

@@ -45,14 +45,20 @@ def _batch(config: RunConfig) -> str:
     grpo, batch_size = config.rollouts, config.policy.train_global_batch_size
     if not config.has_engines:
         return f"{batch_size:,} rows a step"
-    rollouts = f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = {grpo.num_rollouts_per_step:,}"
+    rollouts = (
+        f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = "
+        f"{grpo.num_rollouts_per_step:,}"
+    )
     return f"{rollouts} a step, {batch_size:,} an update"
 
 
 def _slots(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    return f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = {cluster.num_slots} {what}"
+    return (
+        f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = "
+        f"{cluster.num_slots} {what}"
+    )
 
 
 def _trainer(config: RunConfig) -> str:
@@ -65,7 +71,11 @@ def _trainer(config: RunConfig) -> str:
 
 def _teachers(config: RunConfig) -> str:
     k, lines = config.num_taught_logits, []
-    what = f"{config.loss_fn.kl_type} KL over its {k} likeliest tokens" if k else "logprobs of the tokens that the policy drew"
+    what = (
+        f"{config.loss_fn.kl_type} KL over its {k} likeliest tokens"
+        if k
+        else "logprobs of the tokens that the policy drew"
+    )
     for model in config.teachers:
         seen, name = config.of_model(model), model.partition(":")[2]
         lines.append(f"{name}{': ' if name else ''}{_model(seen)}; {_trainer(seen)}; {what}")
@@ -82,7 +92,11 @@ def _engines(config: RunConfig) -> str:
     if not config.has_engines:
         return "none"
     generation = config.policy.generation
-    where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
+    where = (
+        "on the trainer's slots"
+        if generation.colocated.enabled
+        else f"on {config.num_dedicated_slots} slots of their own"
+    )
     nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
     limits = describe_limits(config, None)
     vllm = generation.vllm_cfg

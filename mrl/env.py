@@ -31,8 +31,12 @@ class Variable:
 HF_TOKEN = Variable("HF_TOKEN", "Hugging Face access token, used by the libraries.", is_secret=True)
 WANDB_API_KEY = Variable("WANDB_API_KEY", "Weights & Biases key, used by the library.", is_secret=True)
 SWANLAB_API_KEY = Variable("SWANLAB_API_KEY", "SwanLab key, used by the library.", is_secret=True)
-MLFLOW_TRACKING_PASSWORD = Variable("MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True)
-MLFLOW_TRACKING_TOKEN = Variable("MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True)
+MLFLOW_TRACKING_PASSWORD = Variable(
+    "MLFLOW_TRACKING_PASSWORD", "Password of an MLflow server, used by the library.", is_secret=True
+)
+MLFLOW_TRACKING_TOKEN = Variable(
+    "MLFLOW_TRACKING_TOKEN", "Token of an MLflow server, used by the library.", is_secret=True
+)
 HF_HOME = Variable("HF_HOME", "Folder of the Hugging Face libraries' own caches; default: ~/.cache/huggingface.")
 MRL_CACHE = Variable(
     "MRL_CACHE",
@@ -45,42 +49,74 @@ MRL_COMPILED = Variable(
     "~/.cache/mrl-compiled where that is not set.",
 )
 MRL_ENDPOINTS = Variable(
-    "MRL_ENDPOINTS", "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md."
+    "MRL_ENDPOINTS",
+    (
+        "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see "
+        "docs/http.md."
+    ),
 )
 MRL_KILL_AT = Variable(
     "MRL_KILL_AT",
-    "For tests of mrl: `NAME:N` ends a process as by kill -9 the N-th time that it passes a point of that name: `start`, `rollouts`, "
-    "`refit`, `commit`, `prune`, `fallback`.",
+    "For tests of mrl: `NAME:N` ends a process as by kill -9 the N-th time that it passes a point of that name: "
+    "`start`, `rollouts`, `refit`, `commit`, `prune`, `fallback`.",
 )
 SLURM_JOB_START_TIME = Variable(
     "SLURM_JOB_START_TIME",
-    "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
+    (
+        "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts "
+        "from it."
+    ),
 )
-SLURM_JOB_ID = Variable("SLURM_JOB_ID", "The Slurm job, set by Slurm: its next start takes the run folder over at once.")
+SLURM_JOB_ID = Variable(
+    "SLURM_JOB_ID", "The Slurm job, set by Slurm: its next start takes the run folder over at once."
+)
 SLURM_RESTART_COUNT = Variable("SLURM_RESTART_COUNT", "How often Slurm has requeued the job, set by Slurm.")
-SLURM_JOB_NUM_NODES = Variable("SLURM_JOB_NUM_NODES", "Nodes of the job, set by Slurm: mrl.doctor says how many of them have not joined.")
-RAY_ADDRESS = Variable("RAY_ADDRESS", "Head of the launcher's Ray cluster, which runs on several nodes and mrl.doctor join.")
-VIRTUAL_ENV = Variable("VIRTUAL_ENV", "Set by an activated virtual environment; without it the end of a run says how to activate its own.")
-VENV = Variable("VENV", "Virtual environment that a Slurm job without a container uses on its nodes; default: that of mrl.launch.")
-NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "Interfaces of NCCL, used by the library; mrl.doctor says whether there is such a one.")
-GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "Interface of Gloo, used by torch; without it the address of the host's name counts.")
-FI_PROVIDER = Variable("FI_PROVIDER", "Fabric of libfabric (`efa`), used by the library; mrl.doctor says whether there are devices for it.")
+SLURM_JOB_NUM_NODES = Variable(
+    "SLURM_JOB_NUM_NODES", "Nodes of the job, set by Slurm: mrl.doctor says how many of them have not joined."
+)
+RAY_ADDRESS = Variable(
+    "RAY_ADDRESS", "Head of the launcher's Ray cluster, which runs on several nodes and mrl.doctor join."
+)
+VIRTUAL_ENV = Variable(
+    "VIRTUAL_ENV", "Set by an activated virtual environment; without it the end of a run says how to activate its own."
+)
+VENV = Variable(
+    "VENV", "Virtual environment that a Slurm job without a container uses on its nodes; default: that of mrl.launch."
+)
+NCCL_SOCKET_IFNAME = Variable(
+    "NCCL_SOCKET_IFNAME", "Interfaces of NCCL, used by the library; mrl.doctor says whether there is such a one."
+)
+GLOO_SOCKET_IFNAME = Variable(
+    "GLOO_SOCKET_IFNAME", "Interface of Gloo, used by torch; without it the address of the host's name counts."
+)
+FI_PROVIDER = Variable(
+    "FI_PROVIDER", "Fabric of libfabric (`efa`), used by the library; mrl.doctor says whether there are devices for it."
+)
 LD_LIBRARY_PATH = Variable(
-    "LD_LIBRARY_PATH", "Folders of shared libraries. Policy ranks and engines on GPUs get the one of torch's cuDNN before them."
+    "LD_LIBRARY_PATH",
+    "Folders of shared libraries. Policy ranks and engines on GPUs get the one of torch's cuDNN before them.",
 )
 PYTORCH_ALLOC_CONF = Variable(
     "PYTORCH_ALLOC_CONF",
-    "Options of torch's allocator. Policy ranks and engines on GPUs get those of the driver, with `expandable_segments` on and off.",
+    (
+        "Options of torch's allocator. Policy ranks and engines on GPUs get those of the driver, with "
+        "`expandable_segments` on and off."
+    ),
 )
-PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
+PYTORCH_CUDA_ALLOC_CONF = Variable(
+    "PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set."
+)
 
 MRL_CPU = Variable(
     "MRL_CPU",
     "1 = use no GPU of this host: scripts/setup.sh installs for CPUs, and `cluster.gpus_per_node: auto` is 0.",
 )
-MRL_DEVICE = Variable("MRL_DEVICE", "`cuda` or `cpu`, set by mrl for its policy ranks and engines from cluster.gpus_per_node.")
+MRL_DEVICE = Variable(
+    "MRL_DEVICE", "`cuda` or `cpu`, set by mrl for its policy ranks and engines from cluster.gpus_per_node."
+)
 CUDA_VISIBLE_DEVICES = Variable(
-    "CUDA_VISIBLE_DEVICES", "GPUs that CUDA shows to a process, used by the libraries: `cluster.gpus_per_node: auto` counts only these."
+    "CUDA_VISIBLE_DEVICES",
+    "GPUs that CUDA shows to a process, used by the libraries: `cluster.gpus_per_node: auto` counts only these.",
 )
 
 PASSED: Counter[str] = Counter()
@@ -92,22 +128,27 @@ FULL_FLOAT32 = {
     "NVIDIA_TF32_OVERRIDE": "0",
     # NVIDIA's containers set it to 1, which makes torch ask for TF32 too.
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
-    # tl.dot of float32 is TF32 unless the kernel or this says otherwise; the kernels of mamba_ssm and of vLLM's experts and scans do not.
-    # Three products of TF32 give 21 bits: logprobs of the tests' tiny models move by 2e-6 at most (factors split so on a CPU). `ieee` gives
-    # 23, but not on tensor cores: each of the 23 variants of vLLM's scan takes up to four times as long to compile.
+    # tl.dot of float32 is TF32 unless the kernel or this says otherwise; the kernels of mamba_ssm and of vLLM's experts
+    # and scans do not. Three products of TF32 give 21 bits: logprobs of the tests' tiny models move by 2e-6 at most
+    # (factors split so on a CPU). `ieee` gives 23, but not on tensor cores: each of the 23 variants of vLLM's scan
+    # takes up to four times as long to compile.
     "TRITON_F32_DEFAULT": "tf32x3",
 }
-"""With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
+"""With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23
+bits.
+"""
 
 KEPT_TIMINGS = {"TRITON_CACHE_AUTOTUNING": "true"}
 """Makes Triton keep the timings by which it chooses among configurations of a kernel, in its cache of compiled code.
 
-It skips kernels with a hook before each try (`Autotuner.check_disk_cache` of 3.7.1). mamba_ssm 2.3.1 compares the variable with "1", and
-would then ignore `ONE_CONFIGURATION`.
+It skips kernels with a hook before each try (`Autotuner.check_disk_cache` of 3.7.1). mamba_ssm 2.3.1 compares the
+variable with "1", and would then ignore `ONE_CONFIGURATION`.
 """
 
 ONE_CONFIGURATION = {"MAMBA_DETERMINISTIC": "1"}
-"""Makes mamba_ssm's kernels take one configuration each, and sum in one order; a start times none of them. Read at its import."""
+"""Makes mamba_ssm's kernels take one configuration each, and sum in one order; a start times none of them. Read at its
+import.
+"""
 
 SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|pass|passwd|password|passphrase|passcode|pat|credentials?|bearer|jwt|cookies?|auth|authorization|headers|dsn|"
@@ -125,7 +166,9 @@ PUBLIC_NAME = re.compile(
     r"NVSHMEM|NVTE|OFI|OMP|OMPI|OPENBLAS|PMIX|PYTORCH|RAY|RDMAV|SLURM|TOKENIZERS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRANSFORMERS|TRITON|"
     r"UCX|VLLM)_\w+"
 )
-"""Pattern of environment variables that hold no secret unless they are called like one: places, names, sizes, settings of libraries."""
+"""Pattern of environment variables that hold no secret unless they are called like one: places, names, sizes, settings
+of libraries.
+"""
 
 VARIABLES_KEY = "env_vars"
 """The key of a section that lists environment variables."""
@@ -197,5 +240,9 @@ def secret_values() -> frozenset[str]:
 
 def with_expandable_segments(settings: str, value: bool) -> str:
     """PYTORCH_ALLOC_CONF's text with this value of one option, the others as they are."""
-    others = [option for option in settings.split(",") if option.strip() and option.partition(":")[0].strip() != "expandable_segments"]
+    others = [
+        option
+        for option in settings.split(",")
+        if option.strip() and option.partition(":")[0].strip() != "expandable_segments"
+    ]
     return ",".join([*others, f"expandable_segments:{value}"])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: scores a model on held-out prompts by pass@k and majority.
 
-DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` then gives data and sampling).
+DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` then gives
+data and sampling).
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ WEIGHT_VERSION = 1
 def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
     """Samples answers to every held-out prompt as in validation, from the model as vLLM loads it, and judges them."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
-    num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
+    num_answers, sampling = (
+        config.eval.num_tests_per_prompt,
+        validation_sampling(data.sampling, config.policy.generation),
+    )
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
         with rollout_progress(len(asked) * num_answers) as progress:
             groups = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
@@ -90,7 +94,12 @@ def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup]) -> Non
         logger.warning("eval.metric=%s: no environment here extracts answers that could be counted", config.eval.metric)
     for line in table_lines(scores, first=metric):
         logger.info("%s", line)
-    described: dict[str, object] = {"model": config.policy.model_name, "metric": metric, "k": k, "seed": config.eval.seed}
+    described: dict[str, object] = {
+        "model": config.policy.model_name,
+        "metric": metric,
+        "k": k,
+        "seed": config.eval.seed,
+    }
     write_results(path, described=described, scores=scores, groups=groups)
     logger.info("Results: %s", path)
 
@@ -104,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         target = find_target(name, options.config)
         with model_overrides(target) as model:
-            config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets)
+            config, migration = load_run(
+                find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets
+            )
             migration.log()
             check_evaluation(config, problems := Problems(config))
             if problems.merged:

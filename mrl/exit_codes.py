@@ -9,10 +9,13 @@ DONE, FAILED, REFUSED = 0, 1, 2
 
 CODES: Mapping[int, tuple[str, str]] = {
     DONE: ("done", ""),
-    FAILED: ("this attempt failed, or learned nothing for several steps; the last line has the reason", "the same command resumes"),
+    FAILED: (
+        "this attempt failed, or learned nothing for several steps; the last line has the reason",
+        "the same command resumes",
+    ),
     REFUSED: (
-        "the input is wrong, and nothing is trained: settings, rows, a model that trainer and engines compute differently, or checkpoints "
-        "that are all damaged",
+        "the input is wrong, and nothing is trained: settings, rows, a model that trainer and engines compute "
+        "differently, or checkpoints that are all damaged",
         "correct what the message names",
     ),
     ENDED_EARLY: ("a signal or a time limit: a checkpoint is saved", "the same command resumes"),

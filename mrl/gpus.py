@@ -199,4 +199,7 @@ def require_cuda() -> None:
     if not torch.cuda.is_available():
         cuda = torch.version.cuda
         built = f"is built for CUDA {cuda}, but finds no driver or GPU" if cuda else "is built for CPUs"
-        raise RuntimeError(f"the config asks for GPUs, and torch {torch.__version__} on this node {built}; python -m mrl.doctor says more")
+        raise RuntimeError(
+            f"the config asks for GPUs, and torch {torch.__version__} on this node {built}; python -m mrl.doctor "
+            "says more"
+        )

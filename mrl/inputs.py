@@ -82,7 +82,11 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
     look, here = Look(), dict[str, DatasetConfig]()
     tokenizer = tokenizer_of(config, look)
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
-        lacks = [path for path in (dataset.prompt_file, dataset.system_prompt_file) if path is not None and not os.path.isfile(path)]
+        lacks = [
+            path
+            for path in (dataset.prompt_file, dataset.system_prompt_file)
+            if path is not None and not os.path.isfile(path)
+        ]
         if not is_here(dataset, setting=key):
             look.unseen.append(f"{key}: the rows of {dataset.source}, which is not on this machine")
             if is_hub_id(dataset.source):
@@ -92,13 +96,17 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
             look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
         else:
             here[key] = dataset
-    is_loaded = is_strict and tokenizer is not None and len(here) == len(config.data.train_sets | config.data.validation_sets)
+    is_loaded = (
+        is_strict and tokenizer is not None and len(here) == len(config.data.train_sets | config.data.validation_sets)
+    )
     if is_loaded:
         _read_all(config, look)
     try:
         look.add(within_limits(lambda: _look_at_sets(here, config, tokenizer, only_judge=is_loaded), cpu_s=CPU_S))
     except Overrun:
-        look.unseen.append(f"rows of {', '.join(here)}: {CPU_S} s of a processor or 2 GiB of memory were not enough for a few of them")
+        look.unseen.append(
+            f"rows of {', '.join(here)}: {CPU_S} s of a processor or 2 GiB of memory were not enough for a few of them"
+        )
     return look
 
 
@@ -229,7 +237,11 @@ def _look_at_rows(
         of = f" of {len(chosen)} of its {len(reader.files)} files" if len(chosen) < len(reader.files) else ""
         seen = f"only {left_out.num_rows:,} were read, the first, the last and random ones{of}"
         look.unseen.append(f"{key}: the other rows of {dataset.source}: {seen}")
-    look.unseen += [f"{key}: the end of {path}, of which only the beginning was read" for path, found in excerpts.items() if found.is_cut]
+    look.unseen += [
+        f"{key}: the end of {path}, of which only the beginning was read"
+        for path, found in excerpts.items()
+        if found.is_cut
+    ]
     return look
 
 
@@ -256,7 +268,11 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if row.env_name not in scores:
             scores[row.env_name] = _score(row.env_name, config, look)
         if (score := scores[row.env_name]) is not None:
-            form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
+            form = (
+                "dapo"
+                if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify"
+                else row.env_name
+            )
             answer = safe_text(row.answer)
             _, tool_parser = parsers_of(config, row.env_name, row.row, row.template_kwargs)
             reply = REPLIES.get(form, "x").format(answer=answer)
@@ -267,8 +283,8 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
     if faults:
         num_judged = min(len(ids), MAX_JUDGED_ROWS)
         look.doubts.append(
-            f"{name}: no reply can be right in {len(faults)} of {num_judged} rows that were judged, and they teach nothing; correct or "
-            f"remove them. The first: {faults[0]}"
+            f"{name}: no reply can be right in {len(faults)} of {num_judged} rows that were judged, and they teach "
+            f"nothing; correct or remove them. The first: {faults[0]}"
         )
     return look
 
@@ -304,7 +320,9 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
-    """The reason why no reply can be right; "" if the tried one is. With `has_reply`, the task holds the expected answer."""
+    """The reason why no reply can be right; "" if the tried one is. With `has_reply`, the task holds the expected
+    answer.
+    """
     from mrl.envs.task import RowFault
 
     try:
@@ -313,4 +331,8 @@ def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
         return str(error)
     except Exception:  # of a text that is no reply
         return ""
-    return f"not even its own answer {task.expected!r:.100} is judged as right" if has_reply and outcome.reward == 0 else ""
+    return (
+        f"not even its own answer {task.expected!r:.100} is judged as right"
+        if has_reply and outcome.reward == 0
+        else ""
+    )

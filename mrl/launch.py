@@ -35,7 +35,8 @@ printed = logging.getLogger(JOB)
 
 SUBMIT_TIMEOUT_S = 120.0
 POLL_S = 1.0
-# Lepton's secrets, named as their variables: the Hub's token, and a token that only nodes of the job know (openssl rand -hex 32).
+# Lepton's secrets, named as their variables: the Hub's token, and a token that only nodes of the job know (openssl rand
+# -hex 32).
 LEPTON_SECRETS = ("HF_TOKEN", "RAY_AUTH_TOKEN")
 
 Joined = Sequence[tuple[str, int]]
@@ -49,7 +50,8 @@ def launch_slurm(options: argparse.Namespace) -> None:
     job = slurm.SlurmJob(
         train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node,
         options.log_dir.absolute(), options.time,
-        name, options.account, options.partition, options.container, options.mounts, hub_folder_in_container(config, options),
+        name, options.account, options.partition, options.container, options.mounts,
+        hub_folder_in_container(config, options),
         is_gres_site=not options.gpus_per_node_option,
         environment=None if options.container else env.VENV.read() or sys.prefix,
     )  # fmt: skip
@@ -65,8 +67,10 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     cluster = config.cluster
     job = kubernetes.KubernetesJob(
-        train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name, options.namespace,
-        options.image, options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
+        train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name,
+        options.namespace,
+        options.image, options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory,
+        options.shm,
     )  # fmt: skip
     check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     text = "".join(f"# {note}\n" for note in check_nodes(config, options)) + kubernetes.render(job)
@@ -118,7 +122,9 @@ def hub_folder_in_container(config: RunConfig, options: argparse.Namespace) -> s
     chosen = env.HF_HOME.read()
     hub = {f"HF_HOME={chosen}": Path(chosen)} if chosen else {}
     check_mounted(options, targets, f"--mounts {options.mounts or 'FROM:TO'}", places | hub)
-    return chosen or str(next(target for target in targets for folder in places.values() if is_below(folder, target)) / "huggingface")
+    return chosen or str(
+        next(target for target in targets for folder in places.values() if is_below(folder, target)) / "huggingface"
+    )
 
 
 def is_below(place: Path, folder: Path) -> bool:
@@ -147,11 +153,18 @@ def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
         )
     gpu, local = GPUS[node.gpu] if node else None, with_cached_folders(config)
     if not config.cluster.gpus_per_node or any(problem.kind == "not checked" for problem in find_problems(local)):
-        return ["Memory is not compared with the nodes: the run has no GPUs, or the config.json of its model is not on this host"]
+        return [
+            (
+                "Memory is not compared with the nodes: the run has no GPUs, or the config.json of its model is not on "
+                "this host"
+            )
+        ]
     try:
         said = prediction(local, gpu, limit)
     except ValueError as error:
-        raise ValueError(f"{error} (--memory {options.memory}); python -m mrl.plan {options.config} ... --gpu NAME says more") from error
+        raise ValueError(
+            f"{error} (--memory {options.memory}); python -m mrl.plan {options.config} ... --gpu NAME says more"
+        ) from error
     return [said] if node else [said, "GPU memory is not compared: --instance-type is none of " + ", ".join(NODES)]
 
 
@@ -161,10 +174,18 @@ def wait(options: argparse.Namespace) -> None:
 
     names = options.nodes.split(",") if options.nodes else []
     connect()
-    wait_for_nodes(joined_nodes, num_nodes=options.num_nodes or len(names), num_slots=options.units, names=names, timeout_s=options.timeout)
+    wait_for_nodes(
+        joined_nodes,
+        num_nodes=options.num_nodes or len(names),
+        num_slots=options.units,
+        names=names,
+        timeout_s=options.timeout,
+    )
 
 
-def wait_for_nodes(read: Callable[[], Joined], *, num_nodes: int, num_slots: int, names: Sequence[str], timeout_s: float) -> None:
+def wait_for_nodes(
+    read: Callable[[], Joined], *, num_nodes: int, num_slots: int, names: Sequence[str], timeout_s: float
+) -> None:
     """Returns when `read` gives `num_slots` slots on `num_nodes` nodes; logs whenever more have joined.
 
     `names` are those of the nodes, if the launcher knows them.
@@ -179,13 +200,19 @@ def wait_for_nodes(read: Callable[[], Joined], *, num_nodes: int, num_slots: int
         slots = sum(count for _, count in joined)
         if slots != online:
             online = slots
-            logger.info("[INFO][%s] Number of actors online: %d/%d", datetime.now().strftime("%F %T"), online, num_slots)
+            logger.info(
+                "[INFO][%s] Number of actors online: %d/%d", datetime.now().strftime("%F %T"), online, num_slots
+            )
         if online >= num_slots and len(joined) >= num_nodes:
             return
         if time.monotonic() > deadline:
-            missing = ", ".join(missing_nodes(names, (host for host, _ in joined))) or f"{num_nodes - len(joined)} of {num_nodes} nodes"
+            missing = (
+                ", ".join(missing_nodes(names, (host for host, _ in joined)))
+                or f"{num_nodes - len(joined)} of {num_nodes} nodes"
+            )
             raise RuntimeError(
-                f"{online} of {num_slots} slots are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing, see the logs: {missing}"
+                f"{online} of {num_slots} slots are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing, see "
+                f"the logs: {missing}"
             )
         time.sleep(POLL_S)
 
@@ -222,12 +249,22 @@ def submit(command: Sequence[str], *, text: str | None = None, environment: dict
     """Runs a scheduler's own command; RuntimeError: this host lacks the command, or it refuses the job."""
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=SUBMIT_TIMEOUT_S, env=os.environ | (environment or {}), check=False
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=SUBMIT_TIMEOUT_S,
+            env=os.environ | (environment or {}),
+            check=False,
         )
     except FileNotFoundError as error:
-        raise RuntimeError(f"{command[0]} is not on this host's PATH; run this where jobs are submitted, or without --submit") from error
+        raise RuntimeError(
+            f"{command[0]} is not on this host's PATH; run this where jobs are submitted, or without --submit"
+        ) from error
     if done.returncode:
-        raise RuntimeError(f"{command[0]} refused (code {done.returncode}): {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(
+            f"{command[0]} refused (code {done.returncode}): {done.stderr.strip() or done.stdout.strip()}"
+        )
     logger.info("%s", done.stdout.strip())
 
 
@@ -239,11 +276,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_slurm.set_defaults(name=None)
     on_slurm.add_argument("--account")
     on_slurm.add_argument("--partition")
-    on_slurm.add_argument("--time", default="8:00:00", help="limit of one attempt; longer runs are requeued (default: %(default)s)")
-    on_slurm.add_argument("--container", help="image for Slurm's pyxis plugin; without it the nodes use the virtual environment")
+    on_slurm.add_argument(
+        "--time", default="8:00:00", help="limit of one attempt; longer runs are requeued (default: %(default)s)"
+    )
+    on_slurm.add_argument(
+        "--container", help="image for Slurm's pyxis plugin; without it the nodes use the virtual environment"
+    )
     on_slurm.add_argument("--mounts", help="folders to mount into it: FROM:TO,...")
-    on_slurm.add_argument("--log-dir", type=Path, default=Path("logs"), help="a folder that all nodes share (default: %(default)s)")
-    on_slurm.add_argument("--gpus-per-node", dest="gpus_per_node_option", action="store_true", help="the site has no --gres")
+    on_slurm.add_argument(
+        "--log-dir", type=Path, default=Path("logs"), help="a folder that all nodes share (default: %(default)s)"
+    )
+    on_slurm.add_argument(
+        "--gpus-per-node", dest="gpus_per_node_option", action="store_true", help="the site has no --gres"
+    )
 
     on_kubernetes = _runs(commands, "k8s", "a Kubernetes Indexed Job", launch_kubernetes)
     on_kubernetes.add_argument("--namespace", default="default")
@@ -262,10 +307,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_lepton.add_argument("--image", required=True, help="an image of scripts/docker")
     on_lepton.add_argument("--mount", default="/mnt", help="where the shared volume is mounted (default: %(default)s)")
 
-    waiting = commands.add_parser("wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined (the scripts call it)")
+    waiting = commands.add_parser(
+        "wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined (the scripts call it)"
+    )
     waiting.add_argument("--nodes", default="", help="their names, with commas between them")
     waiting.add_argument("--num-nodes", type=int, default=0, help="how many, where the names are not known")
-    waiting.add_argument("--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs")
+    waiting.add_argument(
+        "--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs"
+    )
     waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS")
     waiting.set_defaults(run=wait)
     options, behind = parser.parse_known_args(arguments)

@@ -21,7 +21,12 @@ class Metric(NamedTuple):
     """NeMo RL's name, under which loggers get it."""
 
 
-ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy, or mean reward", "KL", "Seconds by phase", "Seconds hidden behind other phases"
+ACCURACY, KL, PHASES, HIDDEN = (
+    "Held-out accuracy, or mean reward",
+    "KL",
+    "Seconds by phase",
+    "Seconds hidden behind other phases",
+)
 STACKED = (PHASES, HIDDEN)
 
 METRICS: dict[str, Metric] = {
@@ -58,8 +63,12 @@ METRICS: dict[str, Metric] = {
     "train/grad_norm": Metric("Train", "grad_norm={:.2f}", "Gradient norm"),
     "train/mtp_grad_norm": Metric(nemo_rl="train/mtp/grad_norm"),
     "train/critic/loss": Metric("critic", "loss={:.3f}"),
-    "train/critic/explained_var": Metric("critic", "explained_var={:.2f}", "Variance of returns that the critic explains"),
-    "train/mean_abs_dlogp": Metric("Mrl", "mean |dlogp|={:.2e} (generator vs trainer)", "Engine against trainer, mean |dlogp|"),
+    "train/critic/explained_var": Metric(
+        "critic", "explained_var={:.2f}", "Variance of returns that the critic explains"
+    ),
+    "train/mean_abs_dlogp": Metric(
+        "Mrl", "mean |dlogp|={:.2e} (generator vs trainer)", "Engine against trainer, mean |dlogp|"
+    ),
     "train/token_mult_prob_error": Metric("Mrl", "token_mult_prob_error={:.6f}"),
     "train/lr": Metric(chart="Learning rate"),
     "rollout/spec_acceptance_rate": Metric(chart="Accepted proposals", nemo_rl="train/vllm/spec_acceptance_rate"),
@@ -123,7 +132,9 @@ def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def shown_on(line: str, metrics: Mapping[str, float]) -> str:
     """Text of a console line for these metrics."""
-    return ", ".join(shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics)
+    return ", ".join(
+        shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics
+    )
 
 
 def charts() -> list[tuple[str, list[str], str]]:
@@ -147,7 +158,9 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
     for name in updates[0]:
         values, is_count = [update[name] for update in updates], name.rpartition("/")[2].startswith("num_")
         extremes: dict[str | None, Callable[[list[float]], float]] = {"min": min, "max": max}
-        found[name] = extremes[extreme_of(name)](values) if extreme_of(name) else sum(values) / (1 if is_count else len(values))
+        found[name] = (
+            extremes[extreme_of(name)](values) if extreme_of(name) else sum(values) / (1 if is_count else len(values))
+        )
     return found
 
 

@@ -19,7 +19,8 @@ from mrl import env
 logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
-# set_mempolicy(2): the system call's number, and the policy that takes memory elsewhere only when the node has none left.
+# set_mempolicy(2): the system call's number, and the policy that takes memory elsewhere only when the node has none
+# left.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Place of each kind of memory in each phase of a run: the one table that policy ranks and colocated engines obey.
 
-Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases; and a policy without other models beside it
-keeps gradients and optimizer.
+Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases; and a policy without
+other models beside it keeps gradients and optimizer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Residency:
     """Place of each kind of memory during a phase. Without a GPU, device and host are the same and nothing moves."""
 
     weights: Place = "device"
-    """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
-    engine workers map it once, at start."""
+    """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that
+    another process maps, and engine workers map it once, at start."""
     gradients: Place = "none"
     optimizer: Place = "host"
     activations: Place = "none"
@@ -52,7 +52,9 @@ class Residency:
             case "teacher":
                 return replace(self, weights=self.teacher_weights, gradients="none", optimizer="host")
             case "critic":
-                return replace(self, weights=self.critic_weights, gradients=self.critic_gradients, optimizer=self.critic_optimizer)
+                return replace(
+                    self, weights=self.critic_weights, gradients=self.critic_gradients, optimizer=self.critic_optimizer
+                )
 
 
 PHASES: dict[Phase, Residency] = {
@@ -62,7 +64,9 @@ PHASES: dict[Phase, Residency] = {
     # What other models compute of the step's rows comes before the policy's train steps.
     "teacher": Residency(activations="device", teacher_weights="device"),
     "value": Residency(activations="device", critic_weights="device"),
-    "train_value": Residency(activations="device", critic_weights="device", critic_gradients="device", critic_optimizer="device"),
+    "train_value": Residency(
+        activations="device", critic_weights="device", critic_gradients="device", critic_optimizer="device"
+    ),
     # Both copies of the weights are live, so everything else has left, and the KV cache comes only afterwards.
     "refit": Residency(engine_weights="device"),
     "generate": Residency(engine_weights="device", kv_cache="device"),
@@ -101,5 +105,7 @@ def enter(current: Phase | None, phase: Phase) -> Residency:
     """
     allowed = TRANSITIONS[current] | {current} if current is not None else frozenset({"load"})
     if phase not in allowed:
-        raise ValueError(f"phase {phase} entered from {current or 'the start'}; from there a run enters {', '.join(sorted(allowed))}")
+        raise ValueError(
+            f"phase {phase} entered from {current or 'the start'}; from there a run enters {', '.join(sorted(allowed))}"
+        )
     return PHASES[phase]

@@ -23,19 +23,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiny = kinds.add_parser(
             kind, help=f"a tiny {model} that adds two-digit numbers and forgets the carry, and additions to train it on"
         )
-        tiny.add_argument("--out", type=Path, default=Path("prepared", kind), help="folder to write (default: %(default)s)")
+        tiny.add_argument(
+            "--out", type=Path, default=Path("prepared", kind), help="folder to write (default: %(default)s)"
+        )
         tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
     nano3 = kinds.add_parser(
         "nano3", help="the Nemotron-3-Nano RL blend, its placeholders filled in from the data sets that they stand for"
     )
     nano3.add_argument(
-        "--source", type=Path, nargs="+", required=True, metavar="DIR", help="folders into which the data sets were downloaded"
+        "--source",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="DIR",
+        help="folders into which the data sets were downloaded",
     )
     nano3.add_argument("--out", type=Path, required=True, help="folder for train-split.jsonl and val-split.jsonl")
-    nano3.add_argument("--validation-rows", type=int, default=1000, help="last rows of the blend, held out (default: %(default)s)")
-    verify = kinds.add_parser("verify", help="say whether downloaded models and prepared data are whole, and disks large enough")
+    nano3.add_argument(
+        "--validation-rows", type=int, default=1000, help="last rows of the blend, held out (default: %(default)s)"
+    )
+    verify = kinds.add_parser(
+        "verify", help="say whether downloaded models and prepared data are whole, and disks large enough"
+    )
     verify.add_argument("--model", type=Path, nargs="*", default=[], metavar="DIR", help="Hugging Face folders")
-    verify.add_argument("--data", type=Path, nargs="*", default=[], metavar="DIR", help="folders that `nano3` has written")
+    verify.add_argument(
+        "--data", type=Path, nargs="*", default=[], metavar="DIR", help="folders that `nano3` has written"
+    )
     verify.add_argument("--disk", type=Path, nargs="*", default=[], metavar="DIR", help="folders whose disks need room")
     verify.add_argument("--min-free-gb", type=float, default=200, help="of room on each of them (default: %(default)s)")
     options = parser.parse_args(arguments)

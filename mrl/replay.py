@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.replay RUN --step N`: repeats a run's step from the checkpoint before it, compares it with the record.
 
-Of steps that `logger.record_steps` has recorded the training alone, from their rollouts: old and reference logprobs, masks and advantages
-of every token, and the metrics. Of others, or with --sample, rollouts too: prompts, texts, rewards, metrics, and of some rollouts every
-token and logprob. On CPU hosts they are equal bit for bit; kernels of GPUs may add up in another order, and so do other layouts of the
-ranks. Writes into a folder of its own, RUN/replay by default, and leaves the run as it is. Exit code: 0 equal, 1 different, 2 there is
-nothing to compare.
+Of steps that `logger.record_steps` has recorded the training alone, from their rollouts: old and reference logprobs,
+masks and advantages of every token, and the metrics. Of others, or with --sample, rollouts too: prompts, texts,
+rewards, metrics, and of some rollouts every token and logprob. On CPU hosts they are equal bit for bit; kernels of GPUs
+may add up in another order, and so do other layouts of the ranks. Writes into a folder of its own, RUN/replay by
+default, and leaves the run as it is. Exit code: 0 equal, 1 different, 2 there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -53,20 +53,39 @@ logger = logging.getLogger(__name__)
 MARKER = "made_by_replay"
 """File of the folders that may be emptied."""
 RECORDED = ("grpo", "distillation")
-"""Algorithms whose records have all that the training needs: nothing is in them of a critic, nor of the rows that pairs share."""
-COMPARED = ("prompt_id", "content", "rewards", "masked", "input_lengths", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
+"""Algorithms whose records have all that the training needs: nothing is in them of a critic, nor of the rows that pairs
+share.
+"""
+COMPARED = (
+    "prompt_id",
+    "content",
+    "rewards",
+    "masked",
+    "input_lengths",
+    "token_ids",
+    "generation_logprobs",
+    "prev_logprobs",
+    "advantages",
+)
 """Keys of a rollout's record."""
 NO_LOGGERS = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="mrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="checkpointing.checkpoint_dir of the run")
     parser.add_argument("--step", type=int, required=True, help="the step to make again")
     parser.add_argument(
-        "--into", type=Path, metavar="FOLDER", help="where to write, instead of RUN/replay; what an earlier replay left there goes"
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write, instead of RUN/replay; what an earlier replay left there goes",
     )
-    parser.add_argument("--sample", action="store_true", help="sample the rollouts again, too, where the steps are recorded")
+    parser.add_argument(
+        "--sample", action="store_true", help="sample the rollouts again, too, where the steps are recorded"
+    )
     parser.add_argument("words", nargs="*", metavar="a.b=c", help="other settings, such as another layout of the ranks")
     options = parser.parse_intermixed_args(arguments)
     run, step = options.run.absolute(), options.step
@@ -77,14 +96,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(safe_text(str(error)))
     finite = {number for number, row in rows.items() if not row.get("train/num_skipped_updates")}
     if step < 1 or (step not in rows and not records_of(run, range(step, step + 1), finite)[0].exists()):
-        parser.error(f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(rows)[:3]))} ... {max(rows, default=0)}")
+        parser.error(
+            f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(rows)[:3]))} ... "
+            f"{max(rows, default=0)}"
+        )
     if into.exists() and not (into / MARKER).is_file():
         parser.error(f"{into} is there, and no replay has made it; name a folder that is not there")
     config = config_of(run, step)
     if not config.is_file():
         parser.error(f"{config} is missing: nothing says how the step was made; restore it")
     base = next(
-        (found for found in checkpoints_in(run) if found.step < step and find_damage(found.folder, with_shards=False) is None), None
+        (
+            found
+            for found in checkpoints_in(run)
+            if found.step < step and find_damage(found.folder, with_shards=False) is None
+        ),
+        None,
     )
     first = 1 if base is None else base.step + 1
     records = records_of(run, range(first, step + 1), finite)
@@ -93,9 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
     if setting(read_config(config), "grpo.async_grpo.enabled"):
         parser.error(
-            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
-            "that begins at a checkpoint samples them from other weights; steps without lag can be made again, and those that "
-            f"logger.record_steps records, of {' and '.join(RECORDED)} and without --sample; missing: {', '.join(missing) or 'none'}"
+            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were "
+            "trained, and an attempt that begins at a checkpoint samples them from other weights; steps without "
+            f"lag can be made again, and those that logger.record_steps records, of {' and '.join(RECORDED)} and "
+            f"without --sample; missing: {', '.join(missing) or 'none'}"
         )
     try:
         lay_out(into, run, base)
@@ -105,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = run_command(until(step), [*words, *into_folder(into)])
     if code:
         return code
-    return tell(differences(run, into, range(first, step + 1)), f"steps {first} to {step} of {run}, made again from {name_of(base)}")
+    return tell(
+        differences(run, into, range(first, step + 1)),
+        f"steps {first} to {step} of {run}, made again from {name_of(base)}",
+    )
 
 
 def into_folder(folder: Path) -> list[str]:
@@ -113,7 +144,9 @@ def into_folder(folder: Path) -> list[str]:
     return [f"checkpointing.checkpoint_dir={quoted(folder)}", f"logger.log_dir={quoted(folder / 'logs')}"]
 
 
-def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoint | None, records: Sequence[Path]) -> int:
+def replay_training(
+    words: Sequence[str], run: Path, into: Path, base: Checkpoint | None, records: Sequence[Path]
+) -> int:
     """Makes the training of recorded steps again, whatever the lag; returns the exit code."""
     secrets = start_logging("text")
     settings = [*words[1:], *into_folder(into)]
@@ -129,7 +162,10 @@ def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoin
             logger.info("Step %d, as the run said: %s", record.step, record.problem)
     same = all(record.layout == layout_of(config) for record in recorded)
     how = "bit for bit" if same else f"within {TOLERANCE[config.policy.precision]:g}, as the layout is another"
-    what = f"the training of steps {recorded[0].step} to {recorded[-1].step} of {run}, from their records and {name_of(base)}, {how}"
+    what = (
+        f"the training of steps {recorded[0].step} to {recorded[-1].step} of {run}, from their records and "
+        f"{name_of(base)}, {how}"
+    )
     try:
         return tell(retrained(config, base, recorded, into / "logs" / "actors"), what)
     except RuntimeError as error:
@@ -182,7 +218,9 @@ def until(step: int) -> Callable[[Run[Supplier], RunState], None]:
 def differences(one: Path, other: Path, steps: range) -> Iterator[str]:
     """The differences of two run folders in these steps, in the order a step computes: rollouts before metrics."""
     dumps, others = ({(dump.step, dump.split): dump for dump in list_dumps(folder)} for folder in (one, other))
-    rows, other_rows = ({row["step"]: row for row in read_rows(folder / METRICS, METRIC_KEYS)[0]} for folder in (one, other))
+    rows, other_rows = (
+        {row["step"]: row for row in read_rows(folder / METRICS, METRIC_KEYS)[0]} for folder in (one, other)
+    )
     for step in steps:
         if (dump := dumps.get((step, "train"))) is not None:
             yield from rollout_differences(step, dump, others.get((step, "train")))
@@ -203,10 +241,14 @@ def rollout_differences(step: int, one: Dump, other: Dump | None) -> Iterator[st
         place = ""
         if isinstance(values, list) and isinstance(others, list):
             at = next(
-                (at for at, pair in enumerate(zip(values, others, strict=False)) if pair[0] != pair[1]), min(len(values), len(others))
+                (at for at, pair in enumerate(zip(values, others, strict=False)) if pair[0] != pair[1]),
+                min(len(values), len(others)),
             )
             place, values, others = f"[{at}]", values[at : at + 1], others[at : at + 1]
-        yield f"step {step}, rollout {index} of prompt {row.get('prompt_id')}: {key}{place} was {values!r:.80} and is {others!r:.80}"
+        yield (
+            f"step {step}, rollout {index} of prompt {row.get('prompt_id')}: {key}{place} was {values!r:.80} and "
+            f"is {others!r:.80}"
+        )
 
 
 def metric_differences(step: int, recorded: Row, made: Row) -> Iterator[str]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mrl.types import Batch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Allowed difference of a logprob or advantage at another layout, by `policy.precision`; of loss and gradient norm as a share, ten times
-that. At the layout of the record every byte has to be equal."""
+"""Allowed difference of a logprob or advantage at another layout, by `policy.precision`; of loss and gradient norm as a
+share, ten times that. At the layout of the record every byte has to be equal."""
 COMPARED = ("train/loss", "train/grad_norm")
 """Metrics that another layout does not change beyond the tolerance."""
 
@@ -35,7 +35,11 @@ COMPARED = ("train/loss", "train/grad_norm")
 def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
     """The records of these steps; missing ones too. Of steps that are not `finite`, those made for that reason."""
     names = {step: f"step_{step}.mrl" for step in steps}
-    others = {step: f"{NOT_FINITE}{name}" for step, name in names.items() if step not in finite and not (run / FOLDER / name).exists()}
+    others = {
+        step: f"{NOT_FINITE}{name}"
+        for step, name in names.items()
+        if step not in finite and not (run / FOLDER / name).exists()
+    }
     return [run / FOLDER / name for name in (names | others).values()]
 
 
@@ -46,7 +50,9 @@ def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[Recor
     return [read_record(path, RecordedStep) for path in paths]
 
 
-def retrained(config: RunConfig, base: Checkpoint | None, records: Sequence[RecordedStep], log_folder: Path) -> Iterator[str]:
+def retrained(
+    config: RunConfig, base: Checkpoint | None, records: Sequence[RecordedStep], log_folder: Path
+) -> Iterator[str]:
     """Differences between recorded steps and their retraining from a checkpoint; None: from the starting weights."""
     from mrl.cluster.session import start_policies
 
@@ -64,7 +70,10 @@ def retrained(config: RunConfig, base: Checkpoint | None, records: Sequence[Reco
                     raise
                 metrics = {}
             if ended_run and metrics:
-                yield f"step {record.step}: it was not finite, which ended the run, and now is: loss {metrics['train/loss']}"
+                yield (
+                    f"step {record.step}: it was not finite, which ended the run, and now is: loss "
+                    f"{metrics['train/loss']}"
+                )
             is_same = record.layout == layout_of(config)
             yield from step_differences(
                 record, batches, tensors_of(session), metrics, None if is_same else TOLERANCE[config.policy.precision]
@@ -112,7 +121,11 @@ def step_differences(
         one, other = record.metrics.get(name, math.nan), metrics.get(name, math.nan)
         is_equal = one == other or (math.isnan(one) and math.isnan(other))
         if tolerance is not None:
-            is_equal = is_equal or name not in COMPARED or math.isclose(one, other, rel_tol=10 * tolerance, abs_tol=10 * tolerance)
+            is_equal = (
+                is_equal
+                or name not in COMPARED
+                or math.isclose(one, other, rel_tol=10 * tolerance, abs_tol=10 * tolerance)
+            )
         if not is_equal and repeats(name):
             yield f"step {record.step}: {name} was {one} and is {other}"
 

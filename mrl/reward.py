@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
 
-It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged twice, by its own
-answer and by an empty text. What the function prints stands above the table; tracebacks stand below it, one of each kind.
+It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged
+twice, by its own answer and by an empty text. What the function prints stands above the table; tracebacks stand below
+it, one of each kind.
 """
 
 from __future__ import annotations
@@ -35,13 +36,22 @@ MAX_CELL_CHARACTERS = 48
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: every reply has a reward; 1: some have none; 2: function, rows or replies cannot be used."""
-    parser = argparse.ArgumentParser(prog="mrl.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="or package.module:name")
-    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help=f"rows as in training; the first {MAX_ROWS} are judged")
-    parser.add_argument(
-        "--replies", type=Path, metavar="FILE", help="a reply for each row, line by line: texts, or in a .jsonl texts or {'response': text}"
+    parser = argparse.ArgumentParser(
+        prog="mrl.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the config: env.own.allow, data.default.input_key ...")
+    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="or package.module:name")
+    parser.add_argument(
+        "rows", type=Path, metavar="ROWS.jsonl", help=f"rows as in training; the first {MAX_ROWS} are judged"
+    )
+    parser.add_argument(
+        "--replies",
+        type=Path,
+        metavar="FILE",
+        help="a reply for each row, line by line: texts, or in a .jsonl texts or {'response': text}",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=c", help="keys of the config: env.own.allow, data.default.input_key ..."
+    )
     options = parser.parse_args(arguments)
     start_logging(stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING)
@@ -51,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find_fitting(path, REWARD)
         except ValueError as error:
             raise ValueError(f"{options.function}: {error}") from error
-        rows = [f"data.train.data_path={json.dumps(str(options.rows))}", "data.validation=null", f"data.default.env_name={NAME}"]
+        rows = [
+            f"data.train.data_path={json.dumps(str(options.rows))}",
+            "data.validation=null",
+            f"data.default.env_name={NAME}",
+        ]
         config = load_config("grpo_tiny.yaml", [*rows, f"++env.own.functions.{NAME}={path}", *options.overrides])
         named = _tasks(_rows(config), options.replies)
     except (ValueError, OSError) as error:
@@ -80,7 +94,9 @@ def _rows(config: RunConfig) -> list[tuple[str, Rendered]]:
     ((key, dataset),) = config.data.train_sets.items()
     reader = prompt_reader(key, dataset, config, None)
     # Whatever environment a row names, this function judges it here.
-    own = replace(reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"}))
+    own = replace(
+        reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"})
+    )
     found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, row: (row_id, row))
     return [found[index] for index in range(min(len(found), MAX_ROWS))]
 
@@ -91,7 +107,9 @@ def _tasks(rows: Sequence[tuple[str, Rendered]], replies: Path | None) -> list[t
 
     texts = [(row.answer, "") for _, row in rows] if replies is None else [(text,) for text in _replies(replies)]
     if len(texts) < len(rows):
-        raise ValueError(f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order")
+        raise ValueError(
+            f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order"
+        )
     return [
         (row_id, Task((safe_text(text),), safe_text(row.answer), safe_text(row.question), row.row))
         for (row_id, row), own in zip(rows, texts, strict=False)
@@ -108,7 +126,9 @@ def _replies(file: Path) -> list[str]:
         value = json.loads(line)
         text = value.get("response") if isinstance(value, dict) else value
         if not isinstance(text, str):
-            raise ValueError(f"{file}:{number}: a reply is a text, or an object with a text under response; here it is {line:.80}")
+            raise ValueError(
+                f"{file}:{number}: a reply is a text, or an object with a text under response; here it is {line:.80}"
+            )
         found.append(text)
     return found
 
@@ -124,24 +144,39 @@ async def _judge(tasks: Sequence[Task], config: RunConfig) -> list[Verdict]:
 
 
 def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
-    parts = sorted({name for *_, verdict in judged for name in (*verdict.components, *verdict.metrics, *verdict.columns)})
+    parts = sorted(
+        {name for *_, verdict in judged for name in (*verdict.components, *verdict.metrics, *verdict.columns)}
+    )
     table = [["row", "reply", "reward", *parts, "extracted", "verdict"]]
     for row_id, task, verdict in judged:
-        values = {**verdict.columns, **{name: f"{value:g}" for name, value in {**verdict.components, **verdict.metrics}.items()}}
+        values = {
+            **verdict.columns,
+            **{name: f"{value:g}" for name, value in {**verdict.components, **verdict.metrics}.items()},
+        }
         reward = f"{verdict.reward:g}" if verdict.has_reward else "-"
         said = verdict.reason or ("mask_sample" if "mask_sample" in verdict.flags else verdict.status)
-        cells = [row_id, task.text or "(empty)", reward, *(values.get(name, "-") for name in parts), verdict.extracted or "-"]
+        cells = [
+            row_id,
+            task.text or "(empty)",
+            reward,
+            *(values.get(name, "-") for name in parts),
+            verdict.extracted or "-",
+        ]
         table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
     rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
     lines = [*aligned(table), ""]
     for trace in {verdict.trace_kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
         lines += [trace, ""]
     if rewards:
-        lines.append(f"{len(rewards)} rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):g}")
+        lines.append(
+            f"{len(rewards)} rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):g}"
+        )
     if len(set(rewards)) == 1 and len(rewards) > 1:
         lines.append("All rewards are equal: a run would learn nothing from them")
     if len(rewards) < len(judged):
-        lines.append(f"{len(judged) - len(rewards)} of {len(judged)} replies have no reward: in a run, their rollouts are masked")
+        lines.append(
+            f"{len(judged) - len(rewards)} of {len(judged)} replies have no reward: in a run, their rollouts are masked"
+        )
     return lines
 
 

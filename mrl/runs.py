@@ -24,7 +24,16 @@ from mrl.store.ledger import LedgerState, apply_event
 from mrl.store.loggers.sink import flat
 from mrl.view.advisories import number
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
-from mrl.view.run_data import Json, about_lines, checkpoints_of, owner_state, progress_lines, read_config, read_json, setting
+from mrl.view.run_data import (
+    Json,
+    about_lines,
+    checkpoints_of,
+    owner_state,
+    progress_lines,
+    read_config,
+    read_json,
+    setting,
+)
 
 RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """Metrics of a run's result; the first that it has counts."""
@@ -34,14 +43,28 @@ NOTHING = "-"
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words.pop(0) if words[:1] in (["show"], ["compare"]) else "list"
-    parser = argparse.ArgumentParser(prog="mrl.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs={"show": 1, "compare": 2}.get(command, "*"), type=Path, metavar="FOLDER", help="default: results")
+    parser = argparse.ArgumentParser(
+        prog="mrl.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders",
+        nargs={"show": 1, "compare": 2}.get(command, "*"),
+        type=Path,
+        metavar="FOLDER",
+        help="default: results",
+    )
     folders = parser.parse_args(words).folders or [Path("results")]
     found = [folder for given in folders for folder in runs_in(given)]
     if command != "list" and found != folders:
-        parser.error(f"no run in {', '.join(str(folder) for folder in folders if folder not in found)}: it has no config.yaml and metrics")
+        parser.error(
+            f"no run in {', '.join(str(folder) for folder in folders if folder not in found)}: it has no "
+            "config.yaml and metrics"
+        )
     if not found:
-        parser.error(f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or checkpointing.checkpoint_dir of one")
+        parser.error(
+            f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or "
+            "checkpointing.checkpoint_dir of one"
+        )
     try:
         lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
     except (OSError, ValueError) as error:
@@ -74,24 +97,45 @@ def listing(folders: Sequence[Path]) -> list[str]:
         name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)
         result = NOTHING if name is None else f"{name} {_path_of(rows, name)}"
         of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
-        changed = datetime.fromtimestamp(max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists()))
-        table.append((str(folder), facts["state"], facts["step"], *of, str(len(attempts_of(folder))), result, f"{changed:%Y-%m-%d %H:%M}"))
+        changed = datetime.fromtimestamp(
+            max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists())
+        )
+        table.append(
+            (
+                str(folder),
+                facts["state"],
+                facts["step"],
+                *of,
+                str(len(attempts_of(folder))),
+                result,
+                f"{changed:%Y-%m-%d %H:%M}",
+            )
+        )
     return [*aligned(table), *unreadable]
 
 
 def show(folder: Path) -> list[str]:
     """Describes a run: settings, progress, attempts, rollbacks and checkpoints."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
-    lines = aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
+    lines = aligned(
+        [
+            *about_lines(config, read_json(folder / "about.json")),
+            *progress_lines(rows, config, folder, owner_state(folder)),
+        ]
+    )
     before: Json = {}
     for path in attempts_of(folder):
         now = flat(read_config(path / "config.yaml"))
         started = datetime.fromtimestamp((path / "config.yaml").stat().st_mtime)
-        lines.append(f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}" + ("" if before else ", the first"))
+        lines.append(
+            f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}" + ("" if before else ", the first")
+        )
         lines += [f"  {line}" for line in differences(before, now)] if before else []
         before = now
     lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
-    saved = ", ".join(f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder))
+    saved = ", ".join(
+        f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder)
+    )
     return [*lines, f"checkpoints: {saved or 'none'}"]
 
 
@@ -113,7 +157,11 @@ def compare(one: Path, other: Path) -> list[str]:
         lines.append(f"equal metrics in all common steps ({len(steps)})")
     else:
         lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
-    shared = [name for name in SHOWN if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))]
+    shared = [
+        name
+        for name in SHOWN
+        if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))
+    ]
     table = [
         ("metric (first -> last)", "A", "B"),
         *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),
@@ -135,7 +183,10 @@ def rows_of(folder: Path) -> Sequence[Row]:
     """Metrics by step; None for values that are no finite numbers. Lines without a step are left out."""
     rows = read_rows(folder / METRICS, METRIC_KEYS)[0]
     return [
-        {name: value if isinstance(value, int | float) and math.isfinite(value) else None for name, value in row.items()}
+        {
+            name: value if isinstance(value, int | float) and math.isfinite(value) else None
+            for name, value in row.items()
+        }
         for row in rows
         if isinstance(row["step"], int)
     ]
@@ -155,7 +206,10 @@ def rolled_back(ledger: Path) -> Iterator[str]:
             event = parse_json(line)
             assert isinstance(event, dict)
             if event["event"] == "rolled_back":
-                yield (f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: {len(state.taken)}")
+                yield (
+                    f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: "
+                    f"{len(state.taken)}"
+                )
             apply_event(state, event)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
             yield "the ledger is damaged from here on"
@@ -164,7 +218,9 @@ def rolled_back(ledger: Path) -> Iterator[str]:
 
 def _path_of(rows: Sequence[Row], name: str) -> str:
     values = [value for row in rows if (value := row.get(name)) is not None]
-    return f"{number(values[0])} -> {number(values[-1])}" if len(values) > 1 else number(values[0]) if values else NOTHING
+    return (
+        f"{number(values[0])} -> {number(values[-1])}" if len(values) > 1 else number(values[0]) if values else NOTHING
+    )
 
 
 def _spelt(config: Json, key: str) -> str:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals that ask a run to end. Every process of a run blocks them, and one thread of the driver takes them.
 
-So a signal to a terminal's process group, or to every process of a job, ends none of them, and no library's handler ever runs. The driver
-takes its signals whatever its main thread waits for. Standard library only, so that this comes before all other imports.
+So a signal to a terminal's process group, or to every process of a job, ends none of them, and no library's handler
+ever runs. The driver takes its signals whatever its main thread waits for. Standard library only, so that this comes
+before all other imports.
 
-`python -I signals.py REAPER CODE` is what is left of a driver that ends at once: it waits for the reaper of its processes.
+`python -I signals.py REAPER CODE` is what is left of a driver that ends at once: it waits for the reaper of its
+processes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ PR_SET_PDEATHSIG = 1
 class Listener:
     """Takes the stop signals of this process.
 
-    Until `hold`, and at a second Ctrl-C, the process ends at once, as nothing would be lost: `cleanups` run, and its children are killed.
+    Until `hold`, and at a second Ctrl-C, the process ends at once, as nothing would be lost: `cleanups` run, and its
+    children are killed.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,8 @@ class Listener:
         awaited = set(STOP_SIGNALS) - ignored
         self.is_listening = True
         for number in awaited:
-            # Threads of libraries that were there before do not block it. What the kernel gives to one of them comes here.
+            # Threads of libraries that were there before do not block it. What the kernel gives to one of them comes
+            # here.
             signal.signal(number, lambda found, _: self.take(signal.Signals(found), 0))
         threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
 
@@ -91,8 +95,13 @@ class Listener:
                 self.first = number
                 again = "; a second Ctrl-C ends it at once" if number is signal.SIGINT else ""
                 logger.info("%s: %s%s", number.name, self._ending, again)
-            elif number is signal.SIGINT and not (sender and sender == last[1] and time.monotonic() - last[0] < BURST_S):
-                self._leave("a second Ctrl-C: the run ends at once, without the steps since its newest checkpoint", ENDED_AT_ONCE)
+            elif number is signal.SIGINT and not (
+                sender and sender == last[1] and time.monotonic() - last[0] < BURST_S
+            ):
+                self._leave(
+                    "a second Ctrl-C: the run ends at once, without the steps since its newest checkpoint",
+                    ENDED_AT_ONCE,
+                )
 
     def _listen(self, awaited: set[signal.Signals]) -> None:
         # No deadline: a daemon thread, and the kernel ends the wait with the process.
@@ -111,7 +120,8 @@ class Listener:
         thread.join(CLEANUP_S)
         if self.reaper_pid is None:
             os._exit(code)
-        # Another program in this process: no thread of the run has a last word, and the shell waits until nothing is left.
+        # Another program in this process: no thread of the run has a last word, and the shell waits until nothing is
+        # left.
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         os.execve(sys.executable, [sys.executable, "-I", __file__, str(self.reaper_pid), str(code)], environment)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timeline of each process of a run: one file per process, in Chrome's trace event format, which Perfetto opens.
 
-Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
-file in memory, a sign of life that other processes of the host read even while this one hangs.
+Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span
+beside that in a small file in memory, a sign of life that other processes of the host read even while this one hangs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".trace.json"
 MAIN = "main"
-# Stretches of one name that are closer together than this are one; a longer one is cut, so that a killed process loses little of it.
+# Stretches of one name that are closer together than this are one; a longer one is cut, so that a killed process loses
+# little of it.
 MAX_GAP_S, MAX_STRETCH_S = 0.05, 10.0
 # To ask how much memory is in use takes a tenth of a millisecond on a GPU: shorter spans are not worth it.
 MIN_MEASURED_S = 0.002
@@ -36,7 +37,9 @@ MIN_MEASURED_S = 0.002
 WRITE_INTERVAL_S, MAX_WAITING = 0.2, 50_000
 CLOSE_TIMEOUT_S = 10.0
 SIGNS, STACKS = "signs", "stacks"
-"""Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on `STACK_SIGNAL`."""
+"""Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on
+`STACK_SIGNAL`.
+"""
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """A real-time signal that no library of the run uses."""
 SIGN = struct.Struct("<QQd?16s160s")
@@ -105,7 +108,9 @@ class _Recorder:
         if os.fstat(self._file).st_size == 0:
             # A list whose end may be missing: other processes of this name may append to it.
             self._write_bytes(b"[\n")
-        self._write({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": path.name.removesuffix(SUFFIX)}})
+        self._write(
+            {"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": path.name.removesuffix(SUFFIX)}}
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -147,10 +152,19 @@ class _Recorder:
     def _add(self, name: str, start: float, end: float, lane: str, facts: Mapping[str, Fact]) -> None:
         if lane not in self._lanes:
             self._lanes[lane] = len(self._lanes)
-            named = {"ph": "M", "name": "thread_name", "pid": os.getpid(), "tid": self._lanes[lane], "args": {"name": lane}}
+            named = {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": os.getpid(),
+                "tid": self._lanes[lane],
+                "args": {"name": lane},
+            }
             self._write(named)
         times = {"ts": round((start + self._offset_s) * 1e6), "dur": round((end - start) * 1e6)}
-        self._write(times | {"ph": "X", "name": name, "pid": os.getpid(), "tid": self._lanes[lane], "cat": lane, "args": dict(facts)})
+        self._write(
+            times
+            | {"ph": "X", "name": name, "pid": os.getpid(), "tid": self._lanes[lane], "cat": lane, "args": dict(facts)}
+        )
 
     def _write(self, event: Mapping[str, object]) -> None:
         self._write_bytes(json.dumps(event, separators=(",", ":")).encode("ascii") + b",\n")
@@ -186,7 +200,8 @@ _sign: _Sign | None = None
 def record_in(path: Path, *, by_thread: bool = True) -> None:
     """Writes this process's spans to `path` from now on, behind those that are there.
 
-    `by_thread`: no caller waits for the file system. Without it, a process that is killed loses nothing: for a local disk.
+    `by_thread`: no caller waits for the file system. Without it, a process that is killed loses nothing: for a local
+    disk.
     """
     global _recorder
     stop()

@@ -24,7 +24,9 @@ PHASES = {
     "validation": "validation before the first step",
     "first_rollouts": "the first step's rollouts and rewards, or examples",
 }
-"""Phase -> what happens in it. Each is what the driver waited for after the phase before; their sum is the time since the command."""
+"""Phase -> what happens in it. Each is what the driver waited for after the phase before; their sum is the time since
+the command.
+"""
 
 _laps: dict[str, float] = {}
 _last = [mrl.STARTED]

@@ -4,8 +4,8 @@
 prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and reference logprobs -> optimizer steps
         -> refit of the engines, verified -> validation -> checkpoint -> metrics
 
-SFT, DPO and reward models run the same loop on examples in place of rollouts. In PPO a critic judges the batches first, and learns, too; in
-distillation what teachers say of the tokens stands in place of advantages, or makes them.
+SFT, DPO and reward models run the same loop on examples in place of rollouts. In PPO a critic judges the batches first,
+and learns, too; in distillation what teachers say of the tokens stands in place of advantages, or makes them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def train(run: Run[Supplier], state: RunState) -> None:
 def train_step(run: Run[Supplier], state: RunState) -> None:
     """One step, of the public parts of `mrl.api`, of which a loop of your own makes its steps, too."""
     loop = Loop(run, state)
-    # Engines sample rollouts of the next prompts, or have done so ahead; environments judge them; advantages; packed rows.
+    # Engines sample rollouts of the next prompts, or have done so ahead; environments judge them; advantages; packed
+    # rows.
     batches = loop.take_batches()
     # Old and reference logprobs, values; then an optimizer step on each batch.
     loop.policy.update(batches)

@@ -38,7 +38,9 @@ class Prompt:
     teacher: str = ""
     """Name of the teacher for this prompt; empty where there is none."""
     template_kwargs: str = ""
-    """The row's own values for variables of the chat template, which later turns are written with, too: a JSON object, or empty."""
+    """The row's own values for variables of the chat template, which later turns are written with, too: a JSON object,
+    or empty.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ class Proposals:
     num_accepted: int = 0
 
     def plus(self, other: Proposals) -> Proposals:
-        return Proposals(self.num_rounds + other.num_rounds, self.num_tokens + other.num_tokens, self.num_accepted + other.num_accepted)
+        return Proposals(
+            self.num_rounds + other.num_rounds,
+            self.num_tokens + other.num_tokens,
+            self.num_accepted + other.num_accepted,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,9 @@ class RolloutRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     earlier: object | None = None
-    """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
+    """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside
+    `mrl.cluster`.
+    """
 
     @property
     def request_id(self) -> str:
@@ -149,14 +157,21 @@ class Rollout:
 
     request: RolloutRequest
     weight_version: int
-    """Version of the engine when the request, or its last turn, began: no token is older. Later weights may have sampled later tokens."""
+    """Version of the engine when the request, or its last turn, began: no token is older. Later weights may have
+    sampled later tokens.
+    """
     token_ids: np.ndarray
-    """int32 [L], the tokens after the prompt: those of the model, stop tokens included, and between its turns those of the environment."""
+    """int32 [L], the tokens after the prompt: those of the model, stop tokens included, and between its turns those of
+    the environment.
+    """
     generator_logprobs: np.ndarray
-    """float32 [L], log-probability of each generated token in the distribution it was sampled from; 0 at the environment's tokens."""
+    """float32 [L], log-probability of each generated token in the distribution it was sampled from; 0 at the
+    environment's tokens.
+    """
     finish_reason: FinishReason
     routes: np.ndarray | None = None
-    """The experts that the engine chose: uint8 (uint16 above 256 experts) [prompt + L - 1, layers with experts, experts per token].
+    """The experts that the engine chose: uint8 (uint16 above 256 experts) [prompt + L - 1, layers with experts, experts
+    per token].
 
     The last token was sampled, but never went through the model. None unless policy.router_replay.enabled.
     """
@@ -198,7 +213,9 @@ class RolloutInfo:
     proposals: Proposals = Proposals()
     epoch: int = 0
     further: tuple[RolloutInfo, ...] = ()
-    """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
+    """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its
+    advantage.
+    """
     place: int = 0
     """Place in `sequences`; above 0 for one of these."""
     untrained: tuple[UntrainedTurn, ...] = ()
@@ -341,7 +358,9 @@ class RewardLoad:
         """The load of one actor at two times, or of two actors at once."""
         queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
         num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
-        return RewardLoad(queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s)
+        return RewardLoad(
+            queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s
+        )
 
 
 @dataclass(frozen=True)
@@ -373,8 +392,8 @@ class FixedAdvantage:
 
 @dataclass(frozen=True)
 class TeacherTokens:
-    """Teacher outputs of a rollout at each of the N generated tokens: of its K likeliest tokens, or of the one there. They stay with the
-    rank that computed them; others see a reference.
+    """Teacher outputs of a rollout at each of the N generated tokens: of its K likeliest tokens, or of the one there.
+    They stay with the rank that computed them; others see a reference.
     """
 
     scores: np.ndarray
@@ -423,9 +442,13 @@ class Batch:
 
     sequences: tuple[TrainSequence, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
-    """rows[dp_rank][row_index] = indices into `sequences`, in training. Every dp rank has the same number of rows; a row may be empty."""
+    """rows[dp_rank][row_index] = indices into `sequences`, in training. Every dp rank has the same number of rows; a
+    row may be empty.
+    """
     logprob_rows: tuple[tuple[tuple[int, ...], ...], ...]
-    """The same for logprob passes: every dp rank has the same sequences, in other rows if those have another number of tokens."""
+    """The same for logprob passes: every dp rank has the same sequences, in other rows if those have another number of
+    tokens.
+    """
     num_valid_tokens: int
     """Generated tokens of valid sequences over the whole batch: the denominator of a token-level loss."""
     num_valid_sequences: int

@@ -80,7 +80,9 @@ class Tab:
         """The value of an expression once it is true. TimeoutError: it never is."""
         end = time.monotonic() + timeout_s
         while True:
-            value = self.evaluate(f"(() => {{ const found = {expression}; return found instanceof Node ? true : found; }})()")
+            value = self.evaluate(
+                f"(() => {{ const found = {expression}; return found instanceof Node ? true : found; }})()"
+            )
             if value:
                 return value
             if time.monotonic() > end:

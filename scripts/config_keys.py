@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python scripts/config_keys.py`: writes conversion/families/config_keys.json, keys that transformers and vLLM read.
 
-With it a key that they read and our family does not is refused, without importing them. A stack test fails when the installed
-libraries read other keys.
+With it a key that they read and our family does not is refused, without importing them. A stack test fails when the
+installed libraries read other keys.
 """
 
 from __future__ import annotations
@@ -37,12 +37,34 @@ ROPE_KINDS = ("default", "llama3", "yarn")
 
 WITHOUT_EFFECT = {
     # Labels, and numbers that only training in transformers or new weights use.
-    *("architectures", "dtype", "initializer_range", "model_type", "name_or_path", "output_router_logits", "pretraining_tp"),
-    *("rescale_prenorm_residual", "router_aux_loss_coef", "time_step_floor", "time_step_max", "time_step_min", "use_cache"),
+    *(
+        "architectures",
+        "dtype",
+        "initializer_range",
+        "model_type",
+        "name_or_path",
+        "output_router_logits",
+        "pretraining_tp",
+    ),
+    *(
+        "rescale_prenorm_residual",
+        "router_aux_loss_coef",
+        "time_step_floor",
+        "time_step_max",
+        "time_step_min",
+        "use_cache",
+    ),
     # Tokens, which the tokenizer names, and lengths, which the run names.
     *("bos_token_id", "eos_token_id", "pad_token_id", "model_max_length", "original_max_position_embeddings"),
     # How something is computed, not what.
-    *("chunk_size", "expand", "mamba_chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
+    *(
+        "chunk_size",
+        "expand",
+        "mamba_chunk_size",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "num_logits_to_keep",
+    ),
     "use_mamba_kernels",
 }
 """Keys with any value: they change nothing of a model that is trained and sampled here."""
@@ -52,8 +74,8 @@ _HOLDERS = ("config", "hf_config", "hf_text_config", "text_config")
 def config_keys() -> dict[str, object]:
     """For each model_type, its `class` in vLLM, `defaults` of transformers, `aliases`, and `off`.
 
-    `off` has keys that others read, with the values that do nothing; null does nothing whatever the key. `engine` has such
-    keys of every model in vLLM, `rope` those of rotary positions, by kind.
+    `off` has keys that others read, with the values that do nothing; null does nothing whatever the key. `engine` has
+    such keys of every model in vLLM, `rope` those of rotary positions, by kind.
     """
     found: dict[str, object] = {
         "rope": {kind: _rope(kind) for kind in ROPE_KINDS},
@@ -77,7 +99,10 @@ def _off(reads: Iterable[tuple[str, list[object]]]) -> dict[str, list[object]]:
     off: dict[str, list[object]] = {}
     for name, values in reads:
         if name[0] != "_" and name not in WITHOUT_EFFECT and not callable(getattr(PreTrainedConfig, name, None)):
-            off[name] = [*off.get(name, []), *(value for value in values if _is_plain(value) and value not in off.get(name, []))]
+            off[name] = [
+                *off.get(name, []),
+                *(value for value in values if _is_plain(value) and value not in off.get(name, [])),
+            ]
     return dict(sorted(off.items()))
 
 
@@ -100,17 +125,37 @@ def _reads(tree: ast.AST, holders: tuple[str, ...]) -> Iterator[tuple[str, list[
 
 def _rope(kind: str) -> dict[str, list[object]]:
     """Keys that vLLM reads of the rotary positions of a kind: before it looks at the kind, and for this one."""
-    function = next(node for node in ast.walk(_source("vllm", ROPE)) if isinstance(node, ast.FunctionDef) and node.name == "get_rope")
+    function = next(
+        node
+        for node in ast.walk(_source("vllm", ROPE))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_rope"
+    )
     off: dict[str, list[object]] = {}
     nodes = [node for statement in function.body for node in _of_kind(statement, kind)]
     for node in nodes:
-        if isinstance(node, ast.Subscript) and _ends(node.value) == "rope_parameters" and isinstance(node.slice, ast.Constant):
+        if (
+            isinstance(node, ast.Subscript)
+            and _ends(node.value) == "rope_parameters"
+            and isinstance(node.slice, ast.Constant)
+        ):
             off.setdefault(str(node.slice.value), [])
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _ends(node.func.value) == "rope_parameters":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and _ends(node.func.value) == "rope_parameters"
+        ):
             if node.func.attr == "get" and isinstance(node.args[0], ast.Constant):
-                values = [value.value for value in node.args[1:] if isinstance(value, ast.Constant) and value.value is not None]
+                values = [
+                    value.value
+                    for value in node.args[1:]
+                    if isinstance(value, ast.Constant) and value.value is not None
+                ]
                 off[str(node.args[0].value)] = [*off.get(str(node.args[0].value), []), *values]
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and isinstance(node.comparators[0], ast.Tuple):
+        elif (
+            isinstance(node, ast.Compare)
+            and isinstance(node.ops[0], ast.In)
+            and isinstance(node.comparators[0], ast.Tuple)
+        ):
             if _ends(node.left) == "k":
                 off |= {str(name.value): [] for name in node.comparators[0].elts if isinstance(name, ast.Constant)}
     return dict(sorted(off.items()))

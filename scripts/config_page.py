@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping
 from typing import get_args, get_origin, get_type_hints
 
 from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
-from mrl.config.dialect.tables import BY_RULE, DIFFERENT, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
+from mrl.config.dialect.tables import (
+    BY_RULE,
+    DIFFERENT,
+    GPU_VALUES,
+    NO_EFFECT,
+    REFUSED,
+    RENAMED,
+    SAME_VALUE,
+    VALUES,
+    Foreign,
+)
 from mrl.config.fields import Only, Range
 from mrl.config.schema.data import RowsConfig
 from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
@@ -35,7 +45,9 @@ FIXED = frozenset(
         "policy.reward_model_cfg.reward_model_type",
     ]
 )
-"""Keys with one possible value, by their type or by a rule of `find_problems`: no code has to read them. So are those with `Only`."""
+"""Keys with one possible value, by their type or by a rule of `find_problems`: no code has to read them. So are those
+with `Only`.
+"""
 
 
 COLUMNS = ("key", "type", "default", "meaning")
@@ -68,7 +80,12 @@ def _with_defaults(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str,
     for key, kind, default, meaning in rows:
         found.setdefault((kind, meaning), []).append((key, default))
     return [
-        (", ".join(key for key, _ in keys), kind, ", ".join(defaults if len({*defaults}) > 1 else defaults[:1]), meaning)
+        (
+            ", ".join(key for key, _ in keys),
+            kind,
+            ", ".join(defaults if len({*defaults}) > 1 else defaults[:1]),
+            meaning,
+        )
         for (kind, meaning), keys in found.items()
         for defaults in [[default for _, default in keys]]
     ]
@@ -77,9 +94,13 @@ def _with_defaults(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str,
 def dialect_tables() -> str:
     """The tables of docs/dialect.md, as Markdown. `--check` says of each key of a file why, and the way out."""
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
-    by_rules = [(f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))]
+    by_rules = [
+        (f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))
+    ]
     named = [*_renamed({**RENAMED, **SAME_VALUE}), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
-    without = [(_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items()) if key not in DIFFERENT]
+    without = [
+        (_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items()) if key not in DIFFERENT
+    ]
     different = [(_written(key, entry) + _same_values(entry), entry.reason) for key, entry in sorted(DIFFERENT.items())]
     sections = {name: ", ".join(key for section, key in without if section == name) for name, _ in without}
     refused = [(f"`{key}` ({value})", entry.reason) for (key, value), entry in GPU_VALUES.items()]
@@ -126,7 +147,13 @@ def _other_values(entry: Foreign) -> str:
 
 def unread_keys(readers: Mapping[str, object]) -> set[str]:
     """The keys that no product module reads, less those that a check fixes to one value, and those of `IN_CONFIG`."""
-    return KEYS.keys() - readers.keys() - FIXED - IN_CONFIG.keys() - {key for key, marker in markers().items() if isinstance(marker, Only)}
+    return (
+        KEYS.keys()
+        - readers.keys()
+        - FIXED
+        - IN_CONFIG.keys()
+        - {key for key, marker in markers().items() if isinstance(marker, Only)}
+    )
 
 
 def markers(section: type = RunConfig, prefix: str = "") -> dict[str, Range | Only]:
@@ -169,7 +196,14 @@ def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, st
     if key in SAME_KEYS:
         return [(f"`{key}`", f"keys of `{SAME_KEYS[key]}`", _default(field), manuals(section)[name])]
     if below is not None and prefix == "value.":
-        return [(f"`{key}`", f"keys of `policy.{name}`", "", f"As in `policy.{name}`. Defaults from `policy` come from `value`.")]
+        return [
+            (
+                f"`{key}`",
+                f"keys of `policy.{name}`",
+                "",
+                f"As in `policy.{name}`. Defaults from `policy` come from `value`.",
+            )
+        ]
     if below is not None:
         return [row for inner in dataclasses.fields(below) for row in _rows(below, inner.name, f"{key}.")]
     if _default(field) == f"`${{data.default.{name}}}`" and name in fields_of(RowsConfig):
@@ -188,7 +222,10 @@ def _type(hint: object) -> str:
     origin = get_origin(hint)
     if origin is None:
         return hint.__name__ if isinstance(hint, type) and hint is not type(None) else "null"
-    names = [_yaml(value) if not isinstance(value, type) and get_origin(value) is None else _type(value) for value in get_args(hint)]
+    names = [
+        _yaml(value) if not isinstance(value, type) and get_origin(value) is None else _type(value)
+        for value in get_args(hint)
+    ]
     if origin in (list, dict):
         return origin.__name__ + (f" of {names[-1]}" if names[-1] != "Any" else "")
     return " or ".join(dict.fromkeys(names))

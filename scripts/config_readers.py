@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds which product modules read which config key, by a small type inference over the sources of `mrl`.
 
-The type of an expression is the set of classes that it may be. Types come from annotations and assignments. A read through a value without
-a type is not found, so the key counts as unread: annotate the value.
+The type of an expression is the set of classes that it may be. Types come from annotations and assignments. A read
+through a value without a type is not found, so the key counts as unread: annotate the value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SECTIONS: Types = frozenset(section for section, _ in KEYS.values())
 def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]]:
     """The modules that read each config key, sorted; a key that nothing reads is absent.
 
-    `sources` are texts by module name, by default all of `mrl`. Whoever reads a key whose default follows another key reads that one too.
+    `sources` are texts by module name, by default all of `mrl`. Whoever reads a key whose default follows another key
+    reads that one too.
     """
     modules = {name: ast.parse(text) for name, text in (sources or product_sources()).items()}
     known = _Definitions(modules)
@@ -51,9 +52,14 @@ def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]
             for place in _closure(set().union(*found.values()), inner):
                 readers[place].add(name)
     # What is read of a base class is read of all that inherit from it.
-    by_key = {key: set().union(*(readers[kind, name] for kind in known.lineage(section))) for key, (section, name) in KEYS.items()}
+    by_key = {
+        key: set().union(*(readers[kind, name] for kind in known.lineage(section)))
+        for key, (section, name) in KEYS.items()
+    }
     for key, (section, name) in KEYS.items():
-        for followed in (followed for kind in known.lineage(section) for followed in known.follows.get((kind, name), ())):
+        for followed in (
+            followed for kind in known.lineage(section) for followed in known.follows.get((kind, name), ())
+        ):
             by_key[followed] = by_key[followed] | by_key[key]
     return {key: sorted(modules) for key, modules in by_key.items() if modules}
 
@@ -78,14 +84,20 @@ class _Definitions:
     """Classes with their attributes' types, functions with those of their results, of all modules, by bare names."""
 
     def __init__(self, modules: Mapping[str, ast.Module]) -> None:
-        self.classes = {node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        self.classes = {
+            node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        }
         self.attributes: dict[Place, Types] = defaultdict(lambda: NOTHING)
         self.aliases: dict[str, ast.expr] = {}
         self.bases: dict[str, list[str]] = {}
         self.follows: dict[Place, list[str]] = {}
         for tree in modules.values():
             for node in tree.body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not node.targets[0].id.isupper():
+                if (
+                    isinstance(node, ast.Assign)
+                    and isinstance(node.targets[0], ast.Name)
+                    and not node.targets[0].id.isupper()
+                ):
                     self.aliases[node.targets[0].id] = node.value
         for tree in modules.values():
             for node in ast.walk(tree):
@@ -100,7 +112,11 @@ class _Definitions:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                 place = node.name, item.target.id
                 self.attributes[place] |= self.annotated(item.annotation)
-                if isinstance(item.value, ast.Call) and isinstance(item.value.func, ast.Name) and item.value.func.id == "follows":
+                if (
+                    isinstance(item.value, ast.Call)
+                    and isinstance(item.value.func, ast.Name)
+                    and item.value.func.id == "follows"
+                ):
                     source = str(ast.literal_eval(item.value.args[0]))
                     self.follows[place] = re.findall(r"\$\{([\w.]+)", source) or [source]
             elif isinstance(item, ast.FunctionDef):
@@ -145,7 +161,9 @@ class _Walker(ast.NodeVisitor):
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for index, argument in enumerate(arguments):
             is_self = index == 0 and self._class and argument.annotation is None
-            self._scope[argument.arg] = frozenset({self._class}) if is_self else self.known.annotated(argument.annotation)
+            self._scope[argument.arg] = (
+                frozenset({self._class}) if is_self else self.known.annotated(argument.annotation)
+            )
         self.generic_visit(node)
         self._scope, self._owner = scope, owner
 
@@ -201,17 +219,38 @@ class _Walker(ast.NodeVisitor):
         found = NOTHING
         for kind in kinds:
             self.reads[self._owner].add((kind, name))
-            found = found.union(*(self.known.attributes.get((owner, name), NOTHING) for owner in self.known.lineage(kind)))
+            found = found.union(
+                *(self.known.attributes.get((owner, name), NOTHING) for owner in self.known.lineage(kind))
+            )
         return found
 
     def _call(self, node: ast.Call) -> Types:
         given = [self.type_of(argument) for argument in [*node.args, *(keyword.value for keyword in node.keywords)]]
         function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+        name = (
+            function.attr
+            if isinstance(function, ast.Attribute)
+            else function.id
+            if isinstance(function, ast.Name)
+            else ""
+        )
         if name in self.known.classes:
             return frozenset({name})
         # Of the standard library: these give back what they are given.
-        if name in ("replace", "cast", "list", "sorted", "reversed", "enumerate", "zip", "next", "iter", "values", "items", "copy"):
+        if name in (
+            "replace",
+            "cast",
+            "list",
+            "sorted",
+            "reversed",
+            "enumerate",
+            "zip",
+            "next",
+            "iter",
+            "values",
+            "items",
+            "copy",
+        ):
             of = self.type_of(function.value) if isinstance(function, ast.Attribute) else NOTHING
             return of.union(*given, *(self.known.annotated(argument) for argument in node.args if name == "cast"))
         kinds = self.type_of(function)
@@ -225,7 +264,11 @@ class _Walker(ast.NodeVisitor):
             case ast.Name():
                 self._scope[target.id] = kinds
             case ast.Tuple() | ast.List():
-                parts = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts) else [None] * len(target.elts)
+                parts = (
+                    value.elts
+                    if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+                    else [None] * len(target.elts)
+                )
                 for inner, part in zip(target.elts, parts, strict=True):
                     self._bind(inner, kinds if part is None else self.type_of(part), part)
             case ast.Attribute():

@@ -25,7 +25,10 @@ tokenizer = AutoTokenizer.from_pretrained(options.model)
 model: Any = AutoModelForCausalLM.from_pretrained(options.model).eval()
 for module in model.modules():
     if hasattr(module, "time_step_limit"):
-        module.time_step_limit = (0.0, float("inf"))  # transformers alone clamps dt from below; Megatron and vLLM do not
+        module.time_step_limit = (
+            0.0,
+            float("inf"),
+        )  # transformers alone clamps dt from below; Megatron and vLLM do not
 rows = [json.loads(line) for line in open(options.data, encoding="utf-8")]
 for row in rows:
     turns = [{"role": "user", "content": row["question"]}]
@@ -44,6 +47,8 @@ for _, batch in itertools.groupby(sorted(rows, key=lambda row: len(row["ids"])),
     for way, settings in ways.items():
         answers = model.generate(prompts, max_new_tokens=options.max_new_tokens, **settings)[:, prompts.shape[1] :]
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        num_right[way] += sum(re.findall(r"-?\d+", text)[-1:] == [row["answer"]] for row, text in zip(batch, texts, strict=True))
+        num_right[way] += sum(
+            re.findall(r"-?\d+", text)[-1:] == [row["answer"]] for row, text in zip(batch, texts, strict=True)
+        )
 shares = ", ".join(f"{num_right[way] / len(rows):.4f} {way}" for way in ways)
 print(f"accuracy {shares}, over {len(rows)} problems")

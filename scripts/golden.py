@@ -2,7 +2,8 @@
 """Golden runs: hashes of the metrics and weights of six small runs, to show that a code change leaves them bit for bit.
 
     python -m scripts.golden --out before.json                   # at the old commit
-    python -m scripts.golden --out after.json --against before.json   # at the new one, on the same host: code 1 if anything differs
+    python -m scripts.golden --out after.json --against before.json   # at the new one, on the same host: code 1 if
+    anything differs
 
 Only results of one host compare: processors round differently. Needs `python -m mrl.prepare tiny`.
 """
@@ -24,7 +25,12 @@ from safetensors import safe_open
 
 ROOT = Path(__file__).parents[1]
 ALL = ["checkpointing.save_period=20", "logger.tensorboard_enabled=false"]
-SMALL = ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=8", "grpo.max_num_steps=20", "grpo.max_val_samples=16"]
+SMALL = [
+    "grpo.num_prompts_per_step=8",
+    "grpo.num_generations_per_prompt=8",
+    "grpo.max_num_steps=20",
+    "grpo.max_val_samples=16",
+]
 TIMEOUT_S = 3600.0
 ONE_RANK = [
     "cluster.cpu_units_per_node=1",
@@ -58,7 +64,9 @@ RUNS: Mapping[str, Sequence[str]] = {
         "policy.generation.vllm_cfg.http_server_share=1.0",
     ],
 }
-CLOCK = re.compile(r"^(time|performance|logger|refit)/|second|_s$|per_s|gib|memory|share|idle|latency|wait|busy|ahead|queue|utilization")
+CLOCK = re.compile(
+    r"^(time|performance|logger|refit)/|second|_s$|per_s|gib|memory|share|idle|latency|wait|busy|ahead|queue|utilization"
+)
 """Metrics that say how fast the host is, or how much memory it had."""
 
 
@@ -66,7 +74,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="writes the hashes here, as JSON")
     parser.add_argument("--against", type=Path, help="compares with the hashes of an older commit")
-    parser.add_argument("runs", nargs="*", choices=[[], *RUNS], metavar="RUN", help=f"of {', '.join(RUNS)}; all by default")
+    parser.add_argument(
+        "runs", nargs="*", choices=[[], *RUNS], metavar="RUN", help=f"of {', '.join(RUNS)}; all by default"
+    )
     options = parser.parse_args()
     found = {name: measure(name) for name in options.runs or RUNS}
     options.out.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
@@ -80,7 +90,9 @@ def main() -> int:
 def measure(name: str) -> dict[str, str]:
     """Makes a run in a folder of its own; returns a hash of each metric over all steps, and of the weights."""
     with tempfile.TemporaryDirectory(prefix="mrl-golden-") as folder:
-        teacher = [f"teacher.model_name={train(Path(folder, 'teacher'), RUNS['sft'])}"] if name == "distillation" else []
+        teacher = (
+            [f"teacher.model_name={train(Path(folder, 'teacher'), RUNS['sft'])}"] if name == "distillation" else []
+        )
         export = train(Path(folder, "run"), [*RUNS[name], *teacher])
         hashes = hash_metrics(Path(folder, "run/metrics.jsonl")) | {"weights": hash_weights(export)}
     print(f"{name}: {len(hashes)} hashes, weights {hashes['weights'][:12]}", flush=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take pass-through groups,
-the names of vLLM's parsers, and the head sizes of its attention on CPUs.
+"""`python scripts/library_fields.py`: writes mrl/config/library_fields.json, the arguments of the classes that take
+pass-through groups, the names of vLLM's parsers, and the head sizes of its attention on CPUs.
 
-With it a config is checked without importing the libraries. A stack test fails when the installed libraries say something else.
+With it a config is checked without importing the libraries. A stack test fails when the installed libraries say
+something else.
 """
 
 from __future__ import annotations
@@ -37,8 +38,16 @@ def library_fields() -> dict[str, dict[str, object]]:
     described: dict[str, dict[str, object]] = {}
     for kind, names in LIBRARIES.items():
         hints = _hints(kind)
-        fields = {field.name: kinds_of(hints[field.name]) for field in dataclasses.fields(kind) if field.init and field.name[0] != "_"}
-        described[kind.__name__] = {"library": names[0], "version": _version(names), "fields": dict(sorted(fields.items()))}
+        fields = {
+            field.name: kinds_of(hints[field.name])
+            for field in dataclasses.fields(kind)
+            if field.init and field.name[0] != "_"
+        }
+        described[kind.__name__] = {
+            "library": names[0],
+            "version": _version(names),
+            "fields": dict(sorted(fields.items())),
+        }
     for key, manager in PARSERS.items():
         parsers = sorted(manager.list_registered())
         described[key] = _names(parsers)

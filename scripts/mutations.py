@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.mutations`: breaks 60 behaviours one by one in a checkout copy; names those that no test misses.
 
-Run it by hand after a change of the tests: it takes ten to twenty seconds a mutation. Exit code 1: a mutation has survived.
+Run it by hand after a change of the tests: it takes ten to twenty seconds a mutation. Exit code 1: a mutation has
+survived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# By part: what holds | the narrowest test below tests/ that must fail without it; then FILE: its unique text >>> what takes its place.
+# By part: what holds | the narrowest test below tests/ that must fail without it; then FILE: its unique text >>> what
+# takes its place.
 TABLE = r"""
 # refit
 a box that differs from its source ends the refit | unit/refit/test_pull.py::test_a_byte_that_changes_after_the_pull_is_caught
@@ -178,7 +180,9 @@ def table() -> list[Mutation]:
 def copy_checkout(folder: Path) -> None:
     """Copies the files of the checkout, except those that git ignores, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split("\0"):
+    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split(
+        "\0"
+    ):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -189,7 +193,9 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=600", *tests]
     # Python knows its compiled code by size and second of the source, and a mutation may change neither.
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=3600)
+    printed = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=3600
+    )
     lines = printed.stdout.strip().splitlines() or [""]
     return printed.returncode, next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
 
@@ -208,7 +214,9 @@ def try_mutation(folder: Path, mutation: Mutation) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", metavar="WORD", default="", help="only those with this word in part, behaviour, test or file")
+    parser.add_argument(
+        "--only", metavar="WORD", default="", help="only those with this word in part, behaviour, test or file"
+    )
     parser.add_argument("--clean", action="store_true", help="first run all their tests without a mutation")
     arguments = parser.parse_args()
     chosen, num_killed = [mutation for mutation in table() if any(arguments.only in text for text in mutation[:4])], 0
@@ -221,7 +229,10 @@ def main() -> int:
             outcome, reason = try_mutation(folder, mutation)
             num_killed += outcome == "killed"
             seconds = f"{time.monotonic() - started:.0f} s"
-            print(f"{mutation.behaviour} | {mutation.file} | {mutation.test} | {outcome} | {seconds} | {reason:.100}", flush=True)
+            print(
+                f"{mutation.behaviour} | {mutation.file} | {mutation.test} | {outcome} | {seconds} | {reason:.100}",
+                flush=True,
+            )
     print(f"{num_killed} of {len(chosen)} killed")
     return int(num_killed < len(chosen))
 

@@ -39,8 +39,14 @@ from tests.unit.algo.nemo_rl_cases import ANSWERS, CASES, PROMPT, Batch
 NUM_BATCHES, VOCABULARY = 6, 11
 Answers = dict[str, Tensor | float]
 KL_SETTINGS = ("use_kl_in_reward", "reference_policy_kl_penalty", "reference_policy_kl_type")
-# What their algorithms import and never use here: types of configs, loggers, a tokenizer patch, layouts of other backends.
-STUBBED = ("nemo_rl.models.policy", "nemo_rl.utils.logger", "nemo_rl.utils.fastokens", "nemo_rl.models.dtensor.parallelize")
+# What their algorithms import and never use here: types of configs, loggers, a tokenizer patch, layouts of other
+# backends.
+STUBBED = (
+    "nemo_rl.models.policy",
+    "nemo_rl.utils.logger",
+    "nemo_rl.utils.fastokens",
+    "nemo_rl.models.dtensor.parallelize",
+)
 # Functions of the driver, whose file imports ray actors and every engine: taken from its text one by one.
 DRIVER = (
     "scale_rewards",
@@ -74,7 +80,9 @@ def load(checkout: Path) -> dict[str, ModuleType | SimpleNamespace]:
     """Their modules by name; `driver` has the functions of `DRIVER` alone."""
     sys.meta_path.insert(0, _Stubs())
     sys.path.insert(0, str(checkout))
-    algorithms = dict(utils="utils", advantages="advantage_estimator", losses="loss.loss_functions", rewards="reward_functions")
+    algorithms = dict(
+        utils="utils", advantages="advantage_estimator", losses="loss.loss_functions", rewards="reward_functions"
+    )
     found = {name: import_module(f"nemo_rl.algorithms.{module}") for name, module in algorithms.items()}
     found |= {name: import_module(f"nemo_rl.distributed.{name}") for name in ("batched_data_dict", "model_utils")}
     tree = ast.parse((checkout / "nemo_rl/algorithms/grpo.py").read_text(encoding="utf-8"))
@@ -97,8 +105,8 @@ def normal(draw: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
 
 
 def token_batch(kind: str, seed: int) -> Batch:
-    """Sequences of 1 to 9 tokens behind prompts of 0 to 2; [b, s] is the token that a logprob is of. By fives, a batch has one sequence,
-    none that counts, or all ratios at 1.2."""
+    """Sequences of 1 to 9 tokens behind prompts of 0 to 2; [b, s] is the token that a logprob is of. By fives, a batch
+    has one sequence, none that counts, or all ratios at 1.2."""
     # Of these, batches of the ordinary sort alone.
     seed = 5 * seed if kind.startswith("far") else seed
     draw = torch.Generator().manual_seed(seed)
@@ -111,7 +119,10 @@ def token_batch(kind: str, seed: int) -> Batch:
     sample_mask = (torch.rand(num_sequences, generator=draw) > 0.25) & (seed % 5 != 2)
     old = -3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 0.1
     new = old + (math.log(1.2) if seed % 5 == 3 else normal(draw, *shape, scale=0.3))
-    generator, reference = old + normal(draw, *shape, scale=0.8 if kind == "drifting" else 0.3), old + normal(draw, *shape, scale=0.5)
+    generator, reference = (
+        old + normal(draw, *shape, scale=0.8 if kind == "drifting" else 0.3),
+        old + normal(draw, *shape, scale=0.5),
+    )
     advantages = normal(draw, *shape).masked_fill(torch.rand(shape, generator=draw) < 0.1, 0.0)
     rewards, values = torch.rand(num_sequences, generator=draw, dtype=torch.float64) - 0.5, normal(draw, 3, *shape)
     token_mask, sample_mask = token_mask.double(), sample_mask.double()
@@ -121,10 +132,20 @@ def token_batch(kind: str, seed: int) -> Batch:
     if kind == "far":
         # exp overflows beyond 709.
         is_far = torch.rand(shape, generator=draw) < 0.3
-        generator = old - (2000 * torch.rand(shape, generator=draw, dtype=torch.float64) - 1000).masked_fill(~is_far, 0.0)
+        generator = old - (2000 * torch.rand(shape, generator=draw, dtype=torch.float64) - 1000).masked_fill(
+            ~is_far, 0.0
+        )
     if kind == "far policy":
         new = old + 60 * torch.rand(shape, generator=draw, dtype=torch.float64) - 30
-    found = dict(logprobs=new, old=old, generator=generator, reference=reference, advantages=advantages, rewards=rewards, values=values)
+    found = dict(
+        logprobs=new,
+        old=old,
+        generator=generator,
+        reference=reference,
+        advantages=advantages,
+        rewards=rewards,
+        values=values,
+    )
     return {name: value.round(decimals=4) for name, value in found.items()} | dict(
         token_mask=token_mask, sample_mask=sample_mask, lengths=lengths
     )
@@ -143,8 +164,8 @@ REWARDS: tuple[Callable[[random.Random, int], list[float]], ...] = (
 
 
 def rollout_batch(kind: str, seed: int) -> Batch:
-    """One to three groups of 2, 3, 4, 8 or 16 rollouts of two turns, the second of which may be empty, with a token of the environment
-    between them. A fifth is flagged and cut off, and has flaws; [b, turn, kind] tells the flaws."""
+    """One to three groups of 2, 3, 4, 8 or 16 rollouts of two turns, the second of which may be empty, with a token of
+    the environment between them. A fifth is flagged and cut off, and has flaws; [b, turn, kind] tells the flaws."""
     draw, names, rewards, second = random.Random(seed), [], [], []
     for name in range(draw.randint(1, 3)):
         size = draw.choice([2, 3, 4, 8, 16])
@@ -154,7 +175,10 @@ def rollout_batch(kind: str, seed: int) -> Batch:
         rewards, second = rewards + first_part, second + second_part
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.stack(
-        [torch.randint(1, 5, (len(names),), generator=generator), torch.randint(0, 4, (len(names),), generator=generator)]
+        [
+            torch.randint(1, 5, (len(names),), generator=generator),
+            torch.randint(0, 4, (len(names),), generator=generator),
+        ]
     )
     flagged, cut_off = torch.rand(2, len(names), generator=generator) < 0.2
     length = PROMPT + int(lengths.sum(dim=0).max()) + 1
@@ -168,13 +192,17 @@ def rollout_batch(kind: str, seed: int) -> Batch:
 
 
 def logit_batch(kind: str, seed: int) -> Batch:
-    """Sequences of up to 7 tokens with several turns. By fives, a batch has one sequence, none that counts, or a student that is its
-    teacher."""
+    """Sequences of up to 7 tokens with several turns. By fives, a batch has one sequence, none that counts, or a
+    student that is its teacher."""
     draw = torch.Generator().manual_seed(seed)
     num_sequences = 1 if seed % 5 == 1 else int(torch.randint(2, 5, (), generator=draw))
     lengths = torch.randint(2, 8, (num_sequences,), generator=draw)
     positions = torch.arange(int(lengths.max()))
-    generated = (torch.rand(num_sequences, len(positions), generator=draw) < 0.6) & (positions < lengths[:, None]) & (positions > 0)
+    generated = (
+        (torch.rand(num_sequences, len(positions), generator=draw) < 0.6)
+        & (positions < lengths[:, None])
+        & (positions > 0)
+    )
     sample_mask = (torch.rand(num_sequences, generator=draw) > 0.25) & (seed % 5 != 2)
     student, teacher = normal(draw, 2, num_sequences, len(positions), VOCABULARY, scale=2.0).round(decimals=4)
     temperatures = [1.0, 1.0] if seed % 2 else [0.7, 1.3]
@@ -199,20 +227,29 @@ def behind_a_first_token(values: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
 
 
-def loss_of(nemo: dict, function: Callable[..., tuple], inputs: Tensor, data: Mapping[str, Tensor], tokens: Tensor) -> Answers:
+def loss_of(
+    nemo: dict, function: Callable[..., tuple], inputs: Tensor, data: Mapping[str, Tensor], tokens: Tensor
+) -> Answers:
     """Loss, gradient by the inputs, and metrics. `tokens` is 1 at tokens that count, if their sequence does."""
     sequences = data["sample_mask"]
     counts = sequences.sum(), (tokens * sequences[:, None]).sum()
     loss, metrics = function(inputs, nemo["batched_data_dict"].BatchedDataDict(data), *counts)
     gradient = torch.autograd.grad(loss, inputs)[0] if loss.requires_grad else torch.zeros_like(inputs)
-    return {"loss": loss.detach(), "gradient": gradient} | {name: float(value) for name, value in metrics.items() if name != "loss"}
+    return {"loss": loss.detach(), "gradient": gradient} | {
+        name: float(value) for name, value in metrics.items() if name != "loss"
+    }
 
 
 def policy_loss(nemo: dict, batch: Batch, config: LossConfig) -> Answers:
     """Answer of `ClippedPGLossFn` over one microbatch."""
     kind = nemo["losses"].ClippedPGLossConfig
     function = nemo["losses"].ClippedPGLossFn(kind(**settings_of(config, kind.model_fields)))
-    theirs = dict(generation_logprobs="generator", prev_logprobs="old", reference_policy_logprobs="reference", advantages="advantages")
+    theirs = dict(
+        generation_logprobs="generator",
+        prev_logprobs="old",
+        reference_policy_logprobs="reference",
+        advantages="advantages",
+    )
     data = {name: behind_a_first_token(batch[ours]) for name, ours in (theirs | {"token_mask": "token_mask"}).items()}
     data |= {"sample_mask": batch["sample_mask"], "rewards": batch["rewards"]}
     return loss_of(nemo, function, batch["logprobs"].clone().requires_grad_(), data, batch["token_mask"])
@@ -221,7 +258,9 @@ def policy_loss(nemo: dict, batch: Batch, config: LossConfig) -> Answers:
 def errors(nemo: dict, batch: Batch, config: GrpoConfig) -> Answers:
     """Metrics of the sequences' errors, and the samples that the threshold leaves."""
     data = dict(token_mask="token_mask", prev_logprobs="old", generation_logprobs="generator")
-    tensors = {name: behind_a_first_token(batch[ours]) for name, ours in data.items()} | {"sample_mask": batch["sample_mask"].clone()}
+    tensors = {name: behind_a_first_token(batch[ours]) for name, ours in data.items()} | {
+        "sample_mask": batch["sample_mask"].clone()
+    }
     function, threshold = nemo["driver"].compute_and_apply_seq_logprob_error_masking, config.seq_logprob_error_threshold
     metrics = function(tensors, batch["rewards"].round(), threshold)
     metrics["num_masked_seqs_by_logprob_error"] = metrics.pop("num_masked_seqs")
@@ -242,7 +281,9 @@ def value_loss(nemo: dict, batch: Batch, config: ValueLossConfig) -> Answers:
     """The critic's loss."""
     old, new, returns = batch["values"]
     data = {"returns": returns, "values": old, "token_mask": batch["token_mask"], "sample_mask": batch["sample_mask"]}
-    function = nemo["losses"].MseValueLossFn(nemo["losses"].MseValueLossConfig(scale=config.scale, cliprange=config.cliprange))
+    function = nemo["losses"].MseValueLossFn(
+        nemo["losses"].MseValueLossConfig(scale=config.scale, cliprange=config.cliprange)
+    )
     return loss_of(nemo, function, new.clone().requires_grad_(), data, batch["token_mask"])
 
 
@@ -306,7 +347,9 @@ def rewards(nemo: dict, batch: Batch, grpo: GrpoConfig) -> Answers:
     """Rewards after scaling and shaping, and groups that dynamic sampling keeps, by the deviation of a whole group."""
     lengths = batch["lengths"].sum(dim=1)
     data = {"total_reward": batch["rewards"].clone(), "truncated": batch["cut_off"], "response_token_lengths": lengths}
-    shaped = nemo["rewards"].apply_reward_shaping(nemo["driver"].scale_rewards(data, grpo.reward_scaling), grpo.reward_shaping)
+    shaped = nemo["rewards"].apply_reward_shaping(
+        nemo["driver"].scale_rewards(data, grpo.reward_scaling), grpo.reward_shaping
+    )
     kept = []
     for name in batch["prompts"].unique():
         group = batch["rewards"][batch["prompts"] == name]
@@ -333,7 +376,9 @@ def main() -> int:
     with redirect_stdout(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nemo = load(checkout)
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
     batches, answers = dict[str, list[Batch]](), dict[str, list]()
     for case in CASES:
         maker, kind = case.batch.split(":")
@@ -342,10 +387,16 @@ def main() -> int:
         with redirect_stdout(StringIO()):
             found = [globals()[case.answer](nemo, batch, *case.configs) for batch in made]
         answers[case.name] = [
-            {name: recorded(value) for name, value in answer.items() if not (case.but and name.startswith(case.but))} for answer in found
+            {name: recorded(value) for name, value in answer.items() if not (case.but and name.startswith(case.but))}
+            for answer in found
         ]
-    kept = {kind: [{name: recorded(value) for name, value in batch.items()} for batch in made] for kind, made in batches.items()}
-    lines = [json.dumps(name) + ": " + json.dumps(part, separators=(",", ":")) for name, part in (kept | answers).items()]
+    kept = {
+        kind: [{name: recorded(value) for name, value in batch.items()} for batch in made]
+        for kind, made in batches.items()
+    }
+    lines = [
+        json.dumps(name) + ": " + json.dumps(part, separators=(",", ":")) for name, part in (kept | answers).items()
+    ]
     ANSWERS.write_text("{\n" + ",\n".join([f'"nemo_rl": "{commit_of(checkout)}"', *lines]) + "\n}\n")
     return 0
 

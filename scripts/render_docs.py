@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.render_docs`: renders all tables of docs/ from docs/data/*.json, the measurements of test parts.
 
-The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from docs/reliability.json, with the
-dates of the parts.
+The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from
+docs/reliability.json, with the dates of the parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from scripts.config_page import config_tables, dialect_tables
 from tests.long.stale import stale_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or `<!-- data: PART worst N by COLUMN -->` for
-# some rows.
-NAMED_BLOCK = re.compile(r"(<!-- (reliability|config|dialect|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL)
+# A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or
+# `<!-- data: PART worst N by COLUMN -->` for some rows.
+NAMED_BLOCK = re.compile(
+    r"(<!-- (reliability|config|dialect|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL
+)
 OLD = " **Older than its code.**"
 """Mark of a table whose code has changed since it was measured."""
 BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
@@ -36,7 +38,10 @@ def render_page(text: str, data_folder: Path, stale: Collection[str] = ()) -> st
     }
     text = NAMED_BLOCK.sub(lambda match: match[1] + tables[match[2]]() + match[3], text)
     return BLOCK.sub(
-        lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5], text
+        lambda match: (
+            match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5]
+        ),
+        text,
     )
 
 

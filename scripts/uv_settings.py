@@ -59,7 +59,9 @@ def _exists(place: str) -> bool:
 
 def pip_variables() -> dict[str, str]:
     """Variables of uv's environment for the settings of this interpreter's pip."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     return variables(settings(listed))
 
 

@@ -33,7 +33,9 @@ events = EventWriter(os.environ.pop("MRL_TEST_EVENTS", None))
 def unexpected_skips(node_ids: Iterable[str], expected: str) -> list[str]:
     """Skipped tests that no line of `expected` (a pattern of node ids, then `# reason`) names."""
     patterns = [line.split("#")[0].strip() for line in expected.splitlines()]
-    return [node_id for node_id in node_ids if not any(fnmatchcase(node_id, pattern) for pattern in patterns if pattern)]
+    return [
+        node_id for node_id in node_ids if not any(fnmatchcase(node_id, pattern) for pattern in patterns if pattern)
+    ]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What has been imported stays to the end; collections that look at it take a twentieth of the unit tests' time, frequent ones more.
+    # What has been imported stays to the end; collections that look at it take a twentieth of the unit tests' time,
+    # frequent ones more.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -78,7 +81,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.passed and report.when == "call":
         passed.append((report.nodeid, report.duration))
     if report.when == "call" or not report.passed:
-        reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped and isinstance(report.longrepr, tuple) else ""
+        reason = (
+            report.longrepr[2].removeprefix("Skipped: ")
+            if report.skipped and isinstance(report.longrepr, tuple)
+            else ""
+        )
         events.write(test=report.nodeid, outcome=report.outcome, reason=reason)
 
 
@@ -92,7 +99,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     part = session.config.getoption("--long")
     if part in OUTCOMES and session.config.args == ["tests"] and session.exitstatus == pytest.ExitCode.OK:
-        outcomes: list[Row] = [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed]
+        outcomes: list[Row] = [
+            {"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed
+        ]
         record(part, attack_rows() if part == "hostile" else outcomes)
 
 

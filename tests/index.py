@@ -18,14 +18,17 @@ def index_url() -> str:
     if not configured:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
         configured = (
-            os.environ.get("PIP_INDEX_URL") or subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout.strip()
+            os.environ.get("PIP_INDEX_URL")
+            or subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout.strip()
         )
     return (configured or "https://pypi.org/simple").rstrip("/")
 
 
 def download(name: str, version: str, *endings: str) -> tuple[str, bytes]:
     """Name and content of a release's file: of the first of these endings that it has, such as ".tar.gz"."""
-    listing = urllib.request.Request(f"{index_url()}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    listing = urllib.request.Request(
+        f"{index_url()}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
+    )
     with urllib.request.urlopen(listing, timeout=HANG_S) as answer:
         files = {entry["filename"]: entry["url"] for entry in json.load(answer)["files"]}
     stem = f"{name.replace('-', '_')}-{version}"

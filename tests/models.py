@@ -76,8 +76,8 @@ def save_nemotron_h(folder: Path, seed: int = 0, **overrides: object) -> Path:
 def save_foreseeing(folder: Path, seed: int = 0, **overrides: object) -> Path:
     """Saves as `save_nemotron_h`, with one multi-token prediction step that often names the token the model draws next.
 
-    Layers add little to the embedding of a token, so that the token after it mostly follows from it alone: for the model, and for its MTP
-    layers.
+    Layers add little to the embedding of a token, so that the token after it mostly follows from it alone: for the
+    model, and for its MTP layers.
     """
     save_nemotron_h(folder, seed, num_nextn_predict_layers=1, **overrides)
     tensors = load_file(folder / "model.safetensors")

@@ -13,8 +13,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# DESIGN: a token counts where no router choice of its position could flip from rounding alone. A choice of an earlier position that did
-# flip reaches it through attention or a state: then tokens that differ are left out too.
+# DESIGN: a token counts where no router choice of its position could flip from rounding alone. A choice of an earlier
+# position that did flip reaches it through attention or a state: then tokens that differ are left out too.
 MIN_ROUTER_MARGIN = 1e-5
 MAX_EXCLUDED = 1e-3
 MAX_REACHED = 2e-2
@@ -28,7 +28,9 @@ class Scores:
     logprobs: np.ndarray
     """float32 [L]: of each generated token, given all tokens before it."""
     margins: np.ndarray
-    """float32 [L]: over the MoE layers, the smallest lead of the last chosen expert, at the position that predicts the token."""
+    """float32 [L]: over the MoE layers, the smallest lead of the last chosen expert, at the position that predicts the
+    token.
+    """
     least_margins: np.ndarray
     """float32 [L]: the smallest of the margins of this position and all before it, the prompt's included."""
 
@@ -91,5 +93,7 @@ class Parity:
     def check(self, *, min_tokens: int) -> None:
         """Asserts that no token was wrong, few were left out, and enough were compared."""
         assert self.num_tokens >= min_tokens, self
-        assert self.num_excluded <= MAX_EXCLUDED * self.num_tokens and self.num_reached <= MAX_REACHED * self.num_tokens, self
+        assert (
+            self.num_excluded <= MAX_EXCLUDED * self.num_tokens and self.num_reached <= MAX_REACHED * self.num_tokens
+        ), self
         assert self.num_wrong == 0, self

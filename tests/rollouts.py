@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mrl.types import FixedAdvantage, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TeacherTokens, TrainSequence, request_seed
+from mrl.types import (
+    FixedAdvantage,
+    Rollout,
+    RolloutInfo,
+    RolloutRequest,
+    SamplingParams,
+    TeacherTokens,
+    TrainSequence,
+    request_seed,
+)
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -29,8 +38,12 @@ def request(
     stop_token_ids: tuple[int, ...] = (),
 ) -> RolloutRequest:
     """A request at temperature 1 with the seed that a run would give it."""
-    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
-    return RolloutRequest(prompt_id, rollout_index, 0, request_seed(42, 0, prompt_id, rollout_index), tuple(token_ids), sampling)
+    sampling = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids
+    )
+    return RolloutRequest(
+        prompt_id, rollout_index, 0, request_seed(42, 0, prompt_id, rollout_index), tuple(token_ids), sampling
+    )
 
 
 def pulled(
@@ -43,17 +56,23 @@ def pulled(
     place: int = 0,
 ) -> TrainSequence:
     """A sequence as a policy rank packs it."""
-    return TrainSequence(replace(RolloutInfo.of(rollout, rollout), place=place), advantage, is_valid, reward, fixed_advantages, teacher)
+    return TrainSequence(
+        replace(RolloutInfo.of(rollout, rollout), place=place), advantage, is_valid, reward, fixed_advantages, teacher
+    )
 
 
-def random_requests(count: int, *, lengths: tuple[int, int] = (3, 60), max_new_tokens: int = 16, seed: int = 0) -> list[RolloutRequest]:
+def random_requests(
+    count: int, *, lengths: tuple[int, int] = (3, 60), max_new_tokens: int = 16, seed: int = 0
+) -> list[RolloutRequest]:
     """Requests with prompts of random bytes, each of a random length within `lengths`."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(*lengths))] for _ in range(count)]
     return [request(prompt, prompt_id=f"p{i}", max_new_tokens=max_new_tokens) for i, prompt in enumerate(prompts)]
 
 
-def run(engine: Engine, arrivals: Mapping[int, Sequence[RolloutRequest]] | Sequence[RolloutRequest]) -> dict[str, Rollout]:
+def run(
+    engine: Engine, arrivals: Mapping[int, Sequence[RolloutRequest]] | Sequence[RolloutRequest]
+) -> dict[str, Rollout]:
     """Rollouts by request id. `arrivals`: requests to add before the given step, or all at once."""
     waiting = dict(arrivals) if isinstance(arrivals, Mapping) else {0: arrivals}
     rollouts, step = {}, 0

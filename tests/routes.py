@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 def forced_routes(token_ids: Sequence[int], hf_config: Mapping[str, object]) -> np.ndarray:
     """Random distinct experts for all tokens but the last, as `Rollout.routes`; a function of the tokens."""
     layers = family(hf_config).expert_layers(hf_config)
-    num_experts = int(str(next(hf_config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf_config)))
+    num_experts = int(
+        str(
+            next(hf_config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in hf_config)
+        )
+    )
     draw = np.random.default_rng([len(token_ids), *token_ids])
     order = draw.random((len(token_ids) - 1, len(layers), num_experts)).argsort(axis=-1)
     return order[..., : int(str(hf_config["num_experts_per_tok"]))].astype(np.uint8)

@@ -19,7 +19,9 @@ def drop_copies(schedule: Schedule, is_dropped: Callable[[Copy], bool]) -> Sched
 
     def without(found: WorkerClass) -> WorkerClass:
         sources = tuple(
-            source._replace(messages=tuple(message._replace(copies=kept(message.copies)) for message in source.messages))
+            source._replace(
+                messages=tuple(message._replace(copies=kept(message.copies)) for message in source.messages)
+            )
             for source in found.sources
         )
         return replace(found, own=kept(found.own), sources=sources)

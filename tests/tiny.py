@@ -68,7 +68,8 @@ TINY: Mapping[str, Mapping[str, object]] = {
     ),
     # Not of mrl's: docs/extend/family.md adds it.
     "mistral": _TINY_DECODER | dict(sliding_window=None, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
-    "mixtral": _TINY_DECODER | dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "mixtral": _TINY_DECODER
+    | dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "nemotron_h": TINY_NEMOTRON_H,
     # head_dim is no setting of qwen2; vLLM has kernels for 32 and up.
     "qwen2": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"} | dict(hidden_size=128),
@@ -85,7 +86,14 @@ TINY: Mapping[str, Mapping[str, object]] = {
     ),
     "qwen3": _TINY_DECODER | dict(tie_word_embeddings=True),
     "qwen3_moe": _TINY_DECODER
-    | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    | dict(
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
     "glm4_moe": _TINY_DECODER
     | dict(
         attention_bias=True,
@@ -98,7 +106,9 @@ TINY: Mapping[str, Mapping[str, object]] = {
         routed_scaling_factor=1.5,
         num_nextn_predict_layers=0,
     ),
-    "deepseek_v3": {name: value for name, value in _TINY_DECODER.items() if name not in ("head_dim", "num_key_value_heads")}
+    "deepseek_v3": {
+        name: value for name, value in _TINY_DECODER.items() if name not in ("head_dim", "num_key_value_heads")
+    }
     | dict(
         num_key_value_heads=4,
         q_lora_rank=48,

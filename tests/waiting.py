@@ -33,7 +33,9 @@ def wait_until(
     end = time.monotonic() + limit_s
     pause_s = 0.001
     while not condition():
-        assert time.monotonic() < end, f"no {what} within {limit_s:g} s (MRL_TEST_PATIENCE={PATIENCE:g} scales this) {explain()}"
+        assert time.monotonic() < end, (
+            f"no {what} within {limit_s:g} s (MRL_TEST_PATIENCE={PATIENCE:g} scales this) {explain()}"
+        )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_pause_s)
 
@@ -57,7 +59,8 @@ class Clock:
 def growth(run: Callable[[int], object], size: int) -> float:
     """Processor time of `run(4 * size)` by that of `run(size)`: 4 if it is linear, 16 if it is quadratic.
 
-    Other work on the host only adds to a time, and so the least of several tries counts; they end early once they look linear.
+    Other work on the host only adds to a time, and so the least of several tries counts; they end early once they look
+    linear.
     """
     run(max(1, size // 16))  # what is made once: caches, compiled patterns
     small_s, large_s = float("inf"), float("inf")

@@ -19,7 +19,9 @@ def swapped(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
     layers = []
     for rules in right.layers:
         cuts = [
-            dataclasses.replace(rule.cut, query=rule.cut.key, key=rule.cut.query) if isinstance(rule.cut, Qkv) else rule.cut
+            dataclasses.replace(rule.cut, query=rule.cut.key, key=rule.cut.query)
+            if isinstance(rule.cut, Qkv)
+            else rule.cut
             for rule in rules
         ]
         layers.append(tuple(dataclasses.replace(rule, cut=cut) for rule, cut in zip(rules, cuts, strict=True)))

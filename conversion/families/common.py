@@ -52,9 +52,12 @@ class MegatronParallel:
             product = sizes[0] * sizes[1] * sizes[2]
             if world_size % product:
                 raise ValueError(
-                    f"{names}={product} does not divide the world size {world_size}; use parallel sizes whose product divides it"
+                    f"{names}={product} does not divide the world size {world_size}; use parallel sizes whose "
+                    "product divides it"
                 )
-        return MegatronCoords(tp=rank % self.tp, pp=rank // (world_size // self.pp), ep=rank // self.etp % self.ep, etp=rank % self.etp)
+        return MegatronCoords(
+            tp=rank % self.tp, pp=rank // (world_size // self.pp), ep=rank // self.etp % self.ep, etp=rank % self.etp
+        )
 
     def layers_of(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
         """Global indices of the layers of a chunk of a stage; without virtual stages, of the whole stage."""
@@ -63,18 +66,27 @@ class MegatronParallel:
         rest, num_even = num_layers - sum(given.values()), self.pp - len(given)
         if rest < 0 or (rest % num_even if num_even else rest):
             raise ValueError(
-                f"pipeline_model_parallel_size={self.pp} with first stage {self.num_layers_in_first_pipeline_stage} and last stage "
-                f"{self.num_layers_in_last_pipeline_stage} leaves {rest} of {num_layers} layers for {num_even} equal stages; "
-                "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
+                f"pipeline_model_parallel_size={self.pp} with first stage "
+                f"{self.num_layers_in_first_pipeline_stage} and last stage "
+                f"{self.num_layers_in_last_pipeline_stage} leaves {rest} of {num_layers} layers for {num_even} "
+                "equal stages; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that "
+                "the rest divides"
             )
         sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(self.pp)]
         setting = f"virtual_pipeline_model_parallel_size={self.vpp}"
         if self.vpp > 1 and self.pp == 1:
             # Megatron would build every layer in every chunk.
             raise ValueError(f"{setting}: needs pipeline_model_parallel_size of at least 2; leave it out")
-        if self.vpp > 1 and self.num_layers_in_first_pipeline_stage and self.num_layers_in_last_pipeline_stage and self.pp == 2:
+        if (
+            self.vpp > 1
+            and self.num_layers_in_first_pipeline_stage
+            and self.num_layers_in_last_pipeline_stage
+            and self.pp == 2
+        ):
             # Megatron divides by the number of stages between them.
-            raise ValueError(f"{setting}: with both stages' layers given, Megatron needs a third stage; give one of them")
+            raise ValueError(
+                f"{setting}: with both stages' layers given, Megatron needs a third stage; give one of them"
+            )
         if any(size % self.vpp for size in sizes):
             raise ValueError(f"{setting}: does not divide the layers of each stage {sizes}; use a common divisor")
         start = (chunk * num_layers + sum(sizes[:pp_rank])) // self.vpp
@@ -85,7 +97,8 @@ class MegatronParallel:
 class VllmParallel:
     """Parallel sizes of an engine. `ep` is 1 (experts cut by tp) or a multiple of tp (workers hold whole experts).
 
-    An ep of several tp makes as many groups of workers: each holds everything else over tp, and all spread the experts over ep.
+    An ep of several tp makes as many groups of workers: each holds everything else over tp, and all spread the experts
+    over ep.
     """
 
     tp: int = 1
@@ -97,9 +110,14 @@ class VllmParallel:
 
     def __post_init__(self) -> None:
         if self.ep > 1 and self.ep % self.tp:
-            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or a multiple of tensor_parallel_size={self.tp}")
+            raise ValueError(
+                f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or a multiple of tensor_parallel_size={self.tp}"
+            )
         if self.num_groups > 1 and self.pp > 1:
-            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be at most tensor_parallel_size={self.tp} with pipeline stages")
+            raise ValueError(
+                f"vllm_cfg.expert_parallel_size={self.ep} must be at most tensor_parallel_size={self.tp} with "
+                "pipeline stages"
+            )
 
     @property
     def num_groups(self) -> int:
@@ -156,7 +174,9 @@ class Model:
     tied_output: Rule | None = None
     """Copy of the tied embedding on the last of several stages. Other holders have the embedding only."""
     mtp: tuple[Rule, ...] = ()
-    """Layers of multi-token prediction, on the last stage. Names are whole: `megatron` begins with `MTP`, `vllm` with `DRAFTER`."""
+    """Layers of multi-token prediction, on the last stage. Names are whole: `megatron` begins with `MTP`, `vllm` with
+    `DRAFTER`.
+    """
 
     def all(self) -> Iterator[tuple[int | None, Rule]]:
         """Every rule with the index of its layer, None outside of the layers."""
@@ -181,7 +201,9 @@ class Model:
         is_first, is_last = stage == 0, stage == parallel.pp - 1
         if is_first or has_ends or (is_last and self.tied_output is not None):
             yield from ((None, rule) for rule in self.first)
-        yield from ((index, rule) for index in parallel.layers_of(stage, len(self.layers)) for rule in self.layers[index])
+        yield from (
+            (index, rule) for index in parallel.layers_of(stage, len(self.layers)) for rule in self.layers[index]
+        )
         if is_last or has_ends:
             yield from ((None, rule) for rule in self.last)
         if is_last and parallel.has_drafter:
@@ -195,15 +217,18 @@ class Family:
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
     megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
-    """Arguments derived from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class. A GPTModel
-    also has "attributes", which Megatron reads of a TransformerConfig that has no such fields. "mtp" of a model with MTP layers has the
-    letters of the layers of each step ("pattern"), and the number of steps ("num_steps")."""
+    """Arguments derived from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model
+    class. A GPTModel also has "attributes", which Megatron reads of a TransformerConfig that has no such fields. "mtp"
+    of a model with MTP layers has the letters of the layers of each step ("pattern"), and the number of steps
+    ("num_steps")."""
     model_class: Literal["mamba", "gpt"]
     """MambaModel or GPTModel."""
     vllm_layers: str | None
     """Prefix of the layers in vLLM's names, with "{layer}"; None for a model that vLLM gets no layout of."""
     has_ends_everywhere: bool = False
-    """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them or not."""
+    """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them
+    or not.
+    """
     can_train: bool = True
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
@@ -218,7 +243,9 @@ class Family:
 
     def canonical(self, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the Hugging Face checkpoint."""
-        return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
+        return {
+            tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors
+        }
 
     def mtp(self, hf_config: HfConfig) -> frozenset[str]:
         """Names of the MTP layers' tensors in the Hugging Face checkpoint."""
@@ -227,25 +254,37 @@ class Family:
     def float32_tensors(self, hf_config: HfConfig) -> frozenset[str]:
         """Names of the tensors that every holder keeps in float32, whatever the dtype of the model."""
         return frozenset(
-            tensor.name for _, rule in self.model(hf_config, None).all() if rule.dtype == "float32" for tensor in rule.cut.tensors
+            tensor.name
+            for _, rule in self.model(hf_config, None).all()
+            if rule.dtype == "float32"
+            for tensor in rule.cut.tensors
         )
 
     def expert_layers(self, hf_config: HfConfig) -> tuple[int, ...]:
         """Indices of the layers that choose experts for each token, ascending; empty for a model without experts."""
         layers = self.model(hf_config, None).layers
-        return tuple(index for index, rules in enumerate(layers) if any(isinstance(rule.cut, Experts) for rule in rules))
+        return tuple(
+            index for index, rules in enumerate(layers) if any(isinstance(rule.cut, Experts) for rule in rules)
+        )
 
     def megatron_layout(
-        self, hf_config: HfConfig, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour = "local"
+        self,
+        hf_config: HfConfig,
+        parallel: MegatronParallel,
+        coords: MegatronCoords,
+        dtype: str,
+        flavour: Flavour = "local",
     ) -> Layout:
         """Each parameter and persistent buffer of a rank's live model, by chunk and name (layers counted per chunk)."""
         return _megatron_layout(self, _key(hf_config), parallel, coords, dtype, flavour)
 
-    def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes = ()) -> Layout:
+    def vllm_layout(
+        self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes = ()
+    ) -> Layout:
         """Every parameter and persistent buffer of one worker of an engine.
 
-        vLLM chooses the dtype of some tensors by the GPU on which it runs. `live` has the dtypes of the worker's live model; tensors that
-        it does not name have `dtype`.
+        vLLM chooses the dtype of some tensors by the GPU on which it runs. `live` has the dtypes of the worker's live
+        model; tensors that it does not name have `dtype`.
         """
         return _vllm_layout(self, _key(hf_config), parallel, worker, dtype, live)
 
@@ -254,16 +293,23 @@ class Family:
     ) -> Layout:
         """Global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
 
-        Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. With `stacked_layers`, as it writes
-        without: the equal layers of a GPTModel are one tensor [layers, ...] each. The vocabulary is padded to `padded_vocabulary` rows,
-        by default as Megatron does at tp 1; sizes in checkpoints depend on the tp that wrote them.
+        Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. With
+        `stacked_layers`, as it writes without: the equal layers of a GPTModel are one tensor [layers, ...] each. The
+        vocabulary is padded to `padded_vocabulary` rows, by default as Megatron does at tp 1; sizes in checkpoints
+        depend on the tp that wrote them.
         """
-        return _torch_dist_layout(self, _key(hf_config), dtype, padded_vocabulary, stacked_layers and self.model_class == "gpt")
+        return _torch_dist_layout(
+            self, _key(hf_config), dtype, padded_vocabulary, stacked_layers and self.model_class == "gpt"
+        )
 
 
 def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
     """Returns the part of a Megatron rank that engines read: MTP layers only where a drafter computes with them."""
-    return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
+    return (
+        layout
+        if parallel.has_drafter
+        else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
+    )
 
 
 # Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts in different objects.
@@ -285,7 +331,8 @@ def _megatron_layout(
 ) -> Layout:
     if parallel.vpp > 1 and family.model_class == "mamba":
         raise ValueError(
-            f"virtual_pipeline_model_parallel_size={parallel.vpp}: Megatron's hybrid models have no virtual stages; leave it out"
+            f"virtual_pipeline_model_parallel_size={parallel.vpp}: Megatron's hybrid models have no virtual "
+            "stages; leave it out"
         )
     dense, experts = AxisRank(parallel.tp, coords.tp), AxisRank(parallel.etp, coords.etp, "expert_tensor_parallel_size")
     placement = AxisRank(parallel.ep, coords.ep, "expert_model_parallel_size")
@@ -304,9 +351,14 @@ def _megatron_layout(
 
 
 @lru_cache(maxsize=_NUM_LAYOUTS)
-def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes) -> Layout:
+def _vllm_layout(
+    family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes
+) -> Layout:
     if family.vllm_layers is None:
-        raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
+        raise ValueError(
+            f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no "
+            "vLLM layout"
+        )
     group, of_group = divmod(worker, parallel.tp)
     stage = group if parallel.pp > 1 else 0
     dense = AxisRank(parallel.tp, of_group, "vllm_cfg.tensor_parallel_size")
@@ -314,12 +366,18 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
     placement = AxisRank(parallel.ep, worker % parallel.ep, "vllm_cfg.expert_parallel_size")
     for name, found in live:
         if found not in _CASTABLE:
-            raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")
+            raise ValueError(
+                f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without "
+                "quantisation"
+            )
     dtypes = dict(live)
     layout: Layout = {}
     model = _model(family, config_key)
     if parallel.has_drafter and not model.mtp:
-        raise ValueError("config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method ngram")
+        raise ValueError(
+            "config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method "
+            "ngram"
+        )
     for layer, rule in model.engine_stage(parallel, stage, has_ends=family.has_ends_everywhere):
         shard = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense
         cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(shard)
@@ -329,7 +387,9 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
 
 
 @lru_cache(maxsize=16)
-def _torch_dist_layout(family: Family, config_key: str, dtype: str, padded_vocabulary: int | None, stacked_layers: bool) -> Layout:
+def _torch_dist_layout(
+    family: Family, config_key: str, dtype: str, padded_vocabulary: int | None, stacked_layers: bool
+) -> Layout:
     model = _model(family, config_key, padded_vocabulary)
     if stacked_layers and len({tuple(rule.megatron for rule in rules) for rules in model.layers}) == 1:
         return _stacked_layers(model, dtype)
@@ -354,7 +414,9 @@ def _stacked_layers(model: Model, dtype: str) -> Layout:
             for layer, cutout in enumerate(cutouts)
             for piece in cutout.pieces
         )
-        layout[Slot("decoder.layers." + key)] = SlotLayout((num_layers, *cutouts[0].shape), rules[0].dtype or dtype, pieces)
+        layout[Slot("decoder.layers." + key)] = SlotLayout(
+            (num_layers, *cutouts[0].shape), rules[0].dtype or dtype, pieces
+        )
     return layout
 
 

@@ -100,11 +100,14 @@ class Decoder:
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
-        Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of the family has
-        `use_sliding_window`, and drops the window unless that is true.
+        Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of
+        the family has `use_sliding_window`, and drops the window unless that is true.
         """
         check_no_window(hf_config, has_switch=has_window_switch)
-        hidden, num_heads = positive_integer(hf_config, "hidden_size"), positive_integer(hf_config, "num_attention_heads")
+        hidden, num_heads = (
+            positive_integer(hf_config, "hidden_size"),
+            positive_integer(hf_config, "num_attention_heads"),
+        )
         return cls(
             num_layers=positive_integer(hf_config, "num_hidden_layers"),
             vocabulary=positive_integer(hf_config, "vocab_size"),
@@ -126,7 +129,10 @@ class Decoder:
 def with_whole_heads(decoder: Decoder) -> Decoder:
     """The decoder, where the heads together are as wide as the model."""
     if decoder.head_dim * decoder.num_heads != decoder.hidden:
-        raise ValueError(f"config.json: head_dim={decoder.head_dim} is not supported; vLLM has hidden_size / num_attention_heads here")
+        raise ValueError(
+            f"config.json: head_dim={decoder.head_dim} is not supported; vLLM has hidden_size / "
+            "num_attention_heads here"
+        )
     return decoder
 
 
@@ -144,7 +150,10 @@ def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
     size = window if isinstance(window, int) and not isinstance(window, bool) else 0
     if has_switch or size < positive_integer(hf_config, "max_position_embeddings"):
         way_out = "use_sliding_window to false" if has_switch else "it to null if the model attends to all tokens"
-        raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is: set {way_out}")
+        raise ValueError(
+            f"config.json: sliding_window={window} is in use, which is not supported; only full attention is: set "
+            f"{way_out}"
+        )
 
 
 def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple[float, str, Settings]:
@@ -162,7 +171,8 @@ def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple
     theta, hidden = given.get("rope_theta", hf_config.get("rope_theta")), hf_config.get("rope_parameters")
     if theta is None and isinstance(hidden, dict) and hidden.get("rope_theta") is not None:
         raise ValueError(
-            f"config.json: rope_scaling replaces rope_parameters, and lacks rope_theta; give it {hidden['rope_theta']!r} there"
+            "config.json: rope_scaling replaces rope_parameters, and lacks rope_theta; give it "
+            f"{hidden['rope_theta']!r} there"
         )
     kind = str(given.get("rope_type", given.get("type", "default")))
     return positive_number({"rope_theta": theta}, "rope_theta"), kind, Settings(given, {})
@@ -186,9 +196,13 @@ def refuse_unread_positions(kind: str, given: Settings) -> None:
 
 
 def _read_kind(hf_config: HfConfig, base: float, kind: str, given: HfConfig, percent: float | None) -> Rope:
-    part = positive_number(given if "partial_rotary_factor" in given else hf_config, "partial_rotary_factor", percent or 1.0)
+    part = positive_number(
+        given if "partial_rotary_factor" in given else hf_config, "partial_rotary_factor", percent or 1.0
+    )
     if part > 1.0 or (part < 1.0 and kind != "default"):
-        raise ValueError(f"config.json: partial_rotary_factor={part!r} with rope_type={kind!r} is not supported; only 1.0 is")
+        raise ValueError(
+            f"config.json: partial_rotary_factor={part!r} with rope_type={kind!r} is not supported; only 1.0 is"
+        )
     if kind == "default":
         return Rope(base, part)
     if kind == "yarn":
@@ -198,7 +212,8 @@ def _read_kind(hf_config: HfConfig, base: float, kind: str, given: HfConfig, per
     for name, value in _LLAMA3.items():
         if given.get(name) != value:
             raise ValueError(
-                f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}"
+                f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling "
+                f"only has {value}"
             )
     return Rope(base, model=dict(rope_scaling=True, rope_scaling_factor=positive_number(given, "factor")))
 
@@ -206,10 +221,15 @@ def _read_kind(hf_config: HfConfig, base: float, kind: str, given: HfConfig, per
 def _read_yarn(given: HfConfig) -> dict[str, object]:
     if given.get("attention_factor") is not None:
         value = given["attention_factor"]
-        raise ValueError(f"config.json: attention_factor={value!r} is not supported; Megatron takes it from the factor, or from mscale")
+        raise ValueError(
+            f"config.json: attention_factor={value!r} is not supported; Megatron takes it from the factor, or from "
+            "mscale"
+        )
     # The magnitudes count only if both are set; otherwise the factor gives the magnitude.
     has_magnitudes = bool(given.get("mscale") and given.get("mscale_all_dim"))
-    mscale, mscale_all_dim = (positive_number(given, key) if has_magnitudes else None for key in ("mscale", "mscale_all_dim"))
+    mscale, mscale_all_dim = (
+        positive_number(given, key) if has_magnitudes else None for key in ("mscale", "mscale_all_dim")
+    )
     return dict(
         yarn_rotary_scaling_factor=positive_number(given, "factor"),
         yarn_original_max_position_embeddings=positive_integer(given, "original_max_position_embeddings"),
@@ -231,7 +251,12 @@ def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
             layers.append((*attention(prefix, decoder), *mlp(prefix, decoder, index)))
         return with_ends(tuple(layers), decoder, padded_vocabulary)
 
-    return Family(model, lambda hf_config: megatron_arguments(read(hf_config)), model_class="gpt", vllm_layers="model.layers.{layer}.")
+    return Family(
+        model,
+        lambda hf_config: megatron_arguments(read(hf_config)),
+        model_class="gpt",
+        vllm_layers="model.layers.{layer}.",
+    )
 
 
 def with_ends(layers: tuple[tuple[Rule, ...], ...], decoder: Decoder, padded_vocabulary: int | None) -> Model:
@@ -264,8 +289,16 @@ def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
     ]
     for kind, tail in tails.items():
         sizes = {"q": rows, "k": kv_rows, "v": kv_rows}
-        query, key, value = (Canonical(f"{prefix}self_attn.{name}_proj.{kind}", (size, *tail)) for name, size in sizes.items())
-        rules.append(Rule(Qkv(query, key, value, decoder.head_dim), f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"))
+        query, key, value = (
+            Canonical(f"{prefix}self_attn.{name}_proj.{kind}", (size, *tail)) for name, size in sizes.items()
+        )
+        rules.append(
+            Rule(
+                Qkv(query, key, value, decoder.head_dim),
+                f"self_attention.linear_qkv.{kind}",
+                f"self_attn.qkv_proj.{kind}",
+            )
+        )
     if decoder.qk_norm:
         rules += [
             Rule(
@@ -281,7 +314,10 @@ def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
 
 def mlp(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
     """Norm and MLP, or experts, of a layer. Megatron never fuses the norm before experts into a linear layer."""
-    norm, vllm = _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden), "post_attention_layernorm.weight"
+    norm, vllm = (
+        _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden),
+        "post_attention_layernorm.weight",
+    )
     if decoder.moe is not None and decoder.moe.layers[index]:
         return (Rule(norm, "pre_mlp_layernorm.weight", vllm), *gated_experts(prefix, decoder.hidden, decoder.moe))
     return (
@@ -293,8 +329,16 @@ def mlp(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
 def gated_mlp(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
     """Both linear layers of a gated MLP; prefixes for each holder."""
     return (
-        Rule(_gated(hf, ("gate_proj", "up_proj"), width, hidden), megatron + "linear_fc1.weight", vllm + "gate_up_proj.weight"),
-        Rule(RowParallel(Canonical(hf + "down_proj.weight", (hidden, width))), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+        Rule(
+            _gated(hf, ("gate_proj", "up_proj"), width, hidden),
+            megatron + "linear_fc1.weight",
+            vllm + "gate_up_proj.weight",
+        ),
+        Rule(
+            RowParallel(Canonical(hf + "down_proj.weight", (hidden, width))),
+            megatron + "linear_fc2.weight",
+            vllm + "down_proj.weight",
+        ),
     )
 
 
@@ -305,12 +349,23 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
     expert = block + "experts.{expert}."
     first = Experts(_gated(expert, (gate, up), moe.width, hidden), moe.num_experts)
     second = Experts(RowParallel(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
-    rules = [Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight")]
+    rules = [
+        Rule(
+            _replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight"
+        )
+    ]
     vllm = moe.block + "experts.routed_experts."
-    rules += [expert_rule(first, "linear_fc1", vllm + "w13_weight"), expert_rule(second, "linear_fc2", vllm + "w2_weight")]
+    rules += [
+        expert_rule(first, "linear_fc1", vllm + "w13_weight"),
+        expert_rule(second, "linear_fc2", vllm + "w2_weight"),
+    ]
     if moe.has_bias:
         bias = "gate.e_score_correction_bias"
-        rules.append(Rule(_replicated(block + bias, moe.num_experts), "mlp.router.expert_bias", moe.block + bias, dtype="float32"))
+        rules.append(
+            Rule(
+                _replicated(block + bias, moe.num_experts), "mlp.router.expert_bias", moe.block + bias, dtype="float32"
+            )
+        )
     if moe.shared:
         shared = moe.shared_name + "."
         rules += gated_mlp(block + shared, hidden, moe.shared, "mlp.shared_experts.", moe.block + shared)
@@ -327,7 +382,10 @@ def softmax_experts(hf_config: HfConfig) -> Moe:
     step, dense = positive_integer(hf_config, "decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list")
-    num_layers, topk = positive_integer(hf_config, "num_hidden_layers"), positive_integer(hf_config, "num_experts_per_tok")
+    num_layers, topk = (
+        positive_integer(hf_config, "num_hidden_layers"),
+        positive_integer(hf_config, "num_experts_per_tok"),
+    )
     return Moe(
         layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
         num_experts=positive_integer(hf_config, experts_key),
@@ -342,7 +400,10 @@ def sigmoid_experts(hf_config: HfConfig) -> Moe:
     num_dense = hf_config.get("first_k_dense_replace")
     if not isinstance(num_dense, int) or num_dense < 0:
         raise ValueError(f"config.json: first_k_dense_replace={num_dense!r} must be a number of layers")
-    width, topk = positive_integer(hf_config, "moe_intermediate_size"), positive_integer(hf_config, "num_experts_per_tok")
+    width, topk = (
+        positive_integer(hf_config, "moe_intermediate_size"),
+        positive_integer(hf_config, "num_experts_per_tok"),
+    )
     return Moe(
         layers=tuple(index >= num_dense for index in range(positive_integer(hf_config, "num_hidden_layers"))),
         num_experts=positive_integer(hf_config, "n_routed_experts"),
@@ -372,7 +433,8 @@ def _replicated(name: str, *shape: int) -> Replicated:
 def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dict[str, object]]:
     """Arguments of TransformerConfig ("transformer") and GPTModel ("model"), attributes of the former ("attributes").
 
-    All are plain values. `transformer` are the family's own. `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
+    All are plain values. `transformer` are the family's own. `activation_func` is a name: "silu" of torch. `vocab_size`
+    is unpadded.
     """
     arguments: dict[str, object] = dict(
         num_layers=decoder.num_layers,
@@ -393,11 +455,15 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
     )
     moe = decoder.moe
     if moe is not None:
-        arguments |= dict(num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk, **moe.router)
+        arguments |= dict(
+            num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk, **moe.router
+        )
         if not all(moe.layers):
             arguments["moe_layer_freq"] = [int(has_experts) for has_experts in moe.layers]
         if moe.shared:
-            arguments |= dict(moe_shared_expert_intermediate_size=moe.shared, moe_shared_expert_gate=moe.has_shared_gate)
+            arguments |= dict(
+                moe_shared_expert_intermediate_size=moe.shared, moe_shared_expert_gate=moe.has_shared_gate
+            )
     model: dict[str, object] = dict(
         vocab_size=decoder.vocabulary,
         max_sequence_length=decoder.max_positions,
@@ -406,4 +472,8 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
         rotary_percent=decoder.rope.percent,
         share_embeddings_and_output_weights=decoder.tied,
     )
-    return {"transformer": arguments | transformer, "model": model | dict(decoder.rope.model), "attributes": dict(decoder.rope.attributes)}
+    return {
+        "transformer": arguments | transformer,
+        "model": model | dict(decoder.rope.model),
+        "attributes": dict(decoder.rope.attributes),
+    }

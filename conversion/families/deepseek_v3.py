@@ -65,7 +65,10 @@ def _latent_attention(hf: str, hf_config: HfConfig, found: decoder.Decoder) -> t
         _down(hf + "kv_a_proj_with_mqa", "linear_kv_down_proj", kv_rank + rotary, found.hidden),
         _norm(hf + "kv_a_layernorm", "linear_kv_up_proj", "kv_layernorm", kv_rank),
         _up(hf + "kv_b_proj", "linear_kv_up_proj", kv_rows, kv_rank),
-        Rule(RowParallel(Canonical(hf + "o_proj.weight", (found.hidden, heads * value))), "self_attention.linear_proj.weight"),
+        Rule(
+            RowParallel(Canonical(hf + "o_proj.weight", (found.hidden, heads * value))),
+            "self_attention.linear_proj.weight",
+        ),
     )
 
 

@@ -7,14 +7,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
+from conversion.cuts import (
+    Canonical,
+    ColumnParallel,
+    Experts,
+    Qkv,
+    Replicated,
+    RowParallel,
+    Section,
+    Sections,
+    Vocabulary,
+)
 from conversion.families.common import DRAFTER, MTP, Family, HfConfig, Model, Rule
 from conversion.families.decoder import expert_rule
-from conversion.families.settings import check_settings, ignore, optional_integer, positive_integer, positive_number, sigmoid_router
+from conversion.families.settings import (
+    check_settings,
+    ignore,
+    optional_integer,
+    positive_integer,
+    positive_number,
+    sigmoid_router,
+)
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 
-# Settings that change the computation or the tensors, with the only values that Megatron, vLLM and our rules all support.
+# Settings that change the computation or the tensors, with the only values that Megatron, vLLM and our rules all
+# support.
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -51,7 +69,9 @@ _MAMBA_NORM_EPSILON = 1e-5
 
 
 Sizes = Mapping[str, int]
-"""Sizes of a config.json, by its keys. Those of layers that the model does not have are missing, and `moe_latent_size` may be."""
+"""Sizes of a config.json, by its keys. Those of layers that the model does not have are missing, and `moe_latent_size`
+may be.
+"""
 
 
 def _sizes(hf_config: HfConfig) -> Sizes:
@@ -68,7 +88,9 @@ def _sizes(hf_config: HfConfig) -> Sizes:
         ignore(hf_config, *_SIZES_OF["E"], *_ROUTER_KEYS, *_SUPPORTED_EXPERTS, "moe_latent_size")
     if "-" not in letters:
         ignore(hf_config, *_SIZES_OF["-"])
-    return {key: positive_integer(hf_config, key) for key in keys} | ({} if latent is None else {"moe_latent_size": latent})
+    return {key: positive_integer(hf_config, key) for key in keys} | (
+        {} if latent is None else {"moe_latent_size": latent}
+    )
 
 
 def layer_pattern(hf_config: HfConfig) -> str:
@@ -79,11 +101,17 @@ def layer_pattern(hf_config: HfConfig) -> str:
     elif isinstance(pattern, str):
         letters = pattern
     else:
-        raise ValueError("config.json: neither layers_block_type (a list) nor hybrid_override_pattern (a string) gives the layers")
+        raise ValueError(
+            "config.json: neither layers_block_type (a list) nor hybrid_override_pattern (a string) gives the layers"
+        )
     if not letters or set(letters) - set("M*E-"):
-        raise ValueError(f"config.json: layers {kinds or pattern!r}: only {sorted(_LETTERS)} or the letters M * E - are known")
+        raise ValueError(
+            f"config.json: layers {kinds or pattern!r}: only {sorted(_LETTERS)} or the letters M * E - are known"
+        )
     if hf_config.get("num_hidden_layers", len(letters)) != len(letters):
-        raise ValueError(f"config.json: num_hidden_layers={hf_config['num_hidden_layers']}, but {len(letters)} layers are listed")
+        raise ValueError(
+            f"config.json: num_hidden_layers={hf_config['num_hidden_layers']}, but {len(letters)} layers are listed"
+        )
     return letters
 
 
@@ -92,12 +120,17 @@ def mtp_pattern(hf_config: HfConfig) -> str:
     num_steps = hf_config.get("num_nextn_predict_layers") or 0
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
         raise ValueError(f"config.json: num_nextn_predict_layers={num_steps!r} must be an integer from 0 on")
-    kinds, letters = hf_config.get("mtp_layers_block_type"), hf_config.get("mtp_hybrid_override_pattern") or _MTP_PATTERN
+    kinds, letters = (
+        hf_config.get("mtp_layers_block_type"),
+        hf_config.get("mtp_hybrid_override_pattern") or _MTP_PATTERN,
+    )
     if isinstance(kinds, list):
         letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
     if num_steps and (not isinstance(letters, str) or not letters or set(letters) - set("*E")):
         # The letters of vLLM's drafter, and of all published models.
-        raise ValueError(f"config.json: mtp layers {kinds or letters!r}: only attention and moe, or the letters * E, are known")
+        raise ValueError(
+            f"config.json: mtp layers {kinds or letters!r}: only attention and moe, or the letters * E, are known"
+        )
     return str(letters) * num_steps
 
 
@@ -110,8 +143,14 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
     layer_rules = {"M": _mamba, "*": _attention, "E": _moe, "-": _mlp}
     return Model(
         first=(Rule(embedding, "embedding.word_embeddings.weight", "model.embed_tokens.weight"),),
-        layers=tuple(layer_rules[letter](f"backbone.layers.{index}.", sizes) for index, letter in enumerate(layer_pattern(hf_config))),
-        last=(Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"), Rule(output, "output_layer.weight", "lm_head.weight")),
+        layers=tuple(
+            layer_rules[letter](f"backbone.layers.{index}.", sizes)
+            for index, letter in enumerate(layer_pattern(hf_config))
+        ),
+        last=(
+            Rule(final_norm, "decoder.final_norm.weight", "model.norm_f.weight"),
+            Rule(output, "output_layer.weight", "lm_head.weight"),
+        ),
         mtp=_mtp(hf_config, sizes),
     )
 
@@ -134,12 +173,16 @@ def _mtp(hf_config: HfConfig, sizes: Sizes) -> tuple[Rule, ...]:
         for rule in (_attention if letter == "*" else _moe)(hf, sizes):
             inner = f"{megatron}mtp_model_layer.layers.{place}."
             local, key = (None if name is None else inner + name for name in (rule.local, rule.checkpoint))
-            rules.append(replace(rule, megatron=inner + rule.megatron, local=local, checkpoint=key, vllm=vllm + rule.vllm))
+            rules.append(
+                replace(rule, megatron=inner + rule.megatron, local=local, checkpoint=key, vllm=vllm + rule.vllm)
+            )
     return tuple(rules)
 
 
 def _norm(prefix: str, sizes: Sizes, megatron: str, local: str | None = None) -> Rule:
-    return Rule(Replicated(Canonical(prefix + "norm.weight", (sizes["hidden_size"],))), megatron, "norm.weight", local=local)
+    return Rule(
+        Replicated(Canonical(prefix + "norm.weight", (sizes["hidden_size"],))), megatron, "norm.weight", local=local
+    )
 
 
 def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
@@ -154,8 +197,13 @@ def _mamba(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
 
     return (
         _norm(prefix, sizes, "mixer.in_proj.layer_norm_weight", local="norm.weight"),
-        _same("mixer.in_proj.weight", Sections(tensor("in_proj.weight", inner + channels + heads, sizes["hidden_size"]), sections)),
-        _same("mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes["conv_kernel"]), conv_sections)),
+        _same(
+            "mixer.in_proj.weight",
+            Sections(tensor("in_proj.weight", inner + channels + heads, sizes["hidden_size"]), sections),
+        ),
+        _same(
+            "mixer.conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, sizes["conv_kernel"]), conv_sections)
+        ),
         _same("mixer.conv1d.bias", Sections(tensor("conv1d.bias", channels), conv_sections)),
         Rule(ColumnParallel(tensor("A_log", heads), transform="neg_exp"), "mixer.A_log", "mixer.A"),
         _same("mixer.D", ColumnParallel(tensor("D", heads))),
@@ -193,9 +241,15 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32"),
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
-        *_dense(f"{prefix}mixer.{shared}", hidden, shared_width, f"mlp.{shared}", f"mixer.{shared}", beside_experts=True),
+        *_dense(
+            f"{prefix}mixer.{shared}", hidden, shared_width, f"mlp.{shared}", f"mixer.{shared}", beside_experts=True
+        ),
         *(
-            Rule(Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)), f"mlp.{name}.weight", f"mixer.{name}.weight")
+            Rule(
+                Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)),
+                f"mlp.{name}.weight",
+                f"mixer.{name}.weight",
+            )
             for name, shape in projections.items()
         ),
     )
@@ -216,11 +270,23 @@ def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str, *, beside_experts: bool = False) -> tuple[Rule, ...]:
+def _dense(
+    hf: str, hidden: int, width: int, megatron: str, vllm: str, *, beside_experts: bool = False
+) -> tuple[Rule, ...]:
     up, down = Canonical(hf + "up_proj.weight", (width, hidden)), Canonical(hf + "down_proj.weight", (hidden, width))
     return (
-        Rule(ColumnParallel(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight", is_whole_in_groups=beside_experts),
-        Rule(RowParallel(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight", is_whole_in_groups=beside_experts),
+        Rule(
+            ColumnParallel(up),
+            megatron + "linear_fc1.weight",
+            vllm + "up_proj.weight",
+            is_whole_in_groups=beside_experts,
+        ),
+        Rule(
+            RowParallel(down),
+            megatron + "linear_fc2.weight",
+            vllm + "down_proj.weight",
+            is_whole_in_groups=beside_experts,
+        ),
     )
 
 
@@ -283,10 +349,15 @@ def _check_supported(hf_config: HfConfig) -> None:
     # Published files have the size of a head under both names.
     check_settings(hf_config, _SUPPORTED | {"attention_head_dim": (None, hf_config.get("head_dim"))})
     if "M" in layer_pattern(hf_config) and _epsilon(hf_config) != _MAMBA_NORM_EPSILON:
-        raise ValueError(f"config.json: layer_norm_epsilon={_epsilon(hf_config)}: Megatron's Mamba norm only has {_MAMBA_NORM_EPSILON}")
+        raise ValueError(
+            f"config.json: layer_norm_epsilon={_epsilon(hf_config)}: Megatron's Mamba norm only has "
+            f"{_MAMBA_NORM_EPSILON}"
+        )
     limit = hf_config.get("time_step_limit")
     if limit is not None and not _is_unlimited(limit):
-        raise ValueError(f"config.json: time_step_limit={limit!r} is not supported; Megatron and vLLM have no limit, [0.0, Infinity]")
+        raise ValueError(
+            f"config.json: time_step_limit={limit!r} is not supported; Megatron and vLLM have no limit, [0.0, Infinity]"
+        )
 
 
 def _is_unlimited(limit: object) -> bool:
@@ -297,4 +368,6 @@ def _is_unlimited(limit: object) -> bool:
     return low == 0 and (high in (math.inf, "Infinity") or high == {"__float__": "Infinity"})
 
 
-FAMILY = Family(model, megatron_arguments, model_class="mamba", vllm_layers="model.layers.{layer}.", has_ends_everywhere=True)
+FAMILY = Family(
+    model, megatron_arguments, model_class="mamba", vllm_layers="model.layers.{layer}.", has_ends_everywhere=True
+)

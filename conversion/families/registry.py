@@ -10,13 +10,30 @@ from dataclasses import replace
 
 from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe
 from conversion.families.common import Family, Model
-from conversion.families.decoder import COMMON_SUPPORTED, Decoder, Moe, decoder_family, softmax_experts, with_whole_heads
-from conversion.families.settings import HfConfig, Settings, check_settings, known_keys, positive_integer, refuse_unread, softmax_router
+from conversion.families.decoder import (
+    COMMON_SUPPORTED,
+    Decoder,
+    Moe,
+    decoder_family,
+    softmax_experts,
+    with_whole_heads,
+)
+from conversion.families.settings import (
+    HfConfig,
+    Settings,
+    check_settings,
+    known_keys,
+    positive_integer,
+    refuse_unread,
+    softmax_router,
+)
 
 ENTRY_POINT_GROUP = "mrl.families"
 MAX_LAYERS = 1000
 MAX_EXPERTS = 200_000
-"""Limit for all layers together: ten times the largest published models. Each expert is one or more tensors of every table here."""
+"""Limit for all layers together: ten times the largest published models. Each expert is one or more tensors of every
+table here.
+"""
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 # transformers' default, whatever the hidden size.
@@ -91,7 +108,8 @@ def _checked(model_type: str, found: Family) -> Family:
         for alias, name in keys["aliases"].items():
             if alias in values and name in values and values[alias] != values[name]:
                 raise ValueError(
-                    f"config.json: {alias}={values[alias]!r} and {name}={values[name]!r} are one setting of {model_type}; leave out one"
+                    f"config.json: {alias}={values[alias]!r} and {name}={values[name]!r} are one setting of "
+                    f"{model_type}; leave out one"
                 )
             settings.read |= {alias} if name in values else set()
         refuse_unread(values, settings.read, off, of=model_type)
@@ -117,12 +135,15 @@ def installed_family(model_type: str) -> Family | None:
         try:
             found = point.load()
         except Exception as error:  # importing a module runs the user's code
-            raise ValueError(f"entry point {point.value} of {ENTRY_POINT_GROUP}: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"entry point {point.value} of {ENTRY_POINT_GROUP}: {type(error).__name__}: {error}"
+            ) from error
         if isinstance(found, Family):
             return found
         raise ValueError(
-            f"entry point {point.value} of {ENTRY_POINT_GROUP} is a {type(found).__name__}; make it a conversion.families.common.Family, "
-            "for example decoder_family(read) of a function read(hf_config) -> Decoder"
+            f"entry point {point.value} of {ENTRY_POINT_GROUP} is a {type(found).__name__}; make it a "
+            "conversion.families.common.Family, for example decoder_family(read) of a function read(hf_config) -> "
+            "Decoder"
         )
     return None
 
@@ -133,15 +154,19 @@ def family(hf_config: HfConfig) -> Family:
     found = FAMILIES.get(str(model_type)) or installed_family(str(model_type))
     if found is None:
         raise ValueError(
-            f"config.json: model_type={model_type!r} is not supported; use one of {sorted(FAMILIES)}, or add a family of your own"
+            f"config.json: model_type={model_type!r} is not supported; use one of {sorted(FAMILIES)}, or add a "
+            "family of your own"
         )
     layers = hf_config.get("num_hidden_layers") or len(str(hf_config.get("hybrid_override_pattern") or ""))
     if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers={layers} is more than {MAX_LAYERS}; give the config.json of a model")
+        raise ValueError(
+            f"config.json: num_hidden_layers={layers} is more than {MAX_LAYERS}; give the config.json of a model"
+        )
     for key in _EXPERT_KEYS:
         experts = hf_config.get(key)
         if isinstance(experts, int) and isinstance(layers, int) and experts * max(layers, 1) > MAX_EXPERTS:
             raise ValueError(
-                f"config.json: {key}={experts} in {layers} layers are more than {MAX_EXPERTS:,} experts; give the config.json of a model"
+                f"config.json: {key}={experts} in {layers} layers are more than {MAX_EXPERTS:,} experts; give the "
+                "config.json of a model"
             )
     return found

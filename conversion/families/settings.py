@@ -42,14 +42,16 @@ def known_keys() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("config_keys.json").read_text(encoding="utf-8"))
 
 
-def refuse_unread(values: HfConfig, read: set[str], off: Mapping[str, list[object]], *, of: str, prefix: str = "") -> None:
+def refuse_unread(
+    values: HfConfig, read: set[str], off: Mapping[str, list[object]], *, of: str, prefix: str = ""
+) -> None:
     """Raises ValueError for a key that transformers or vLLM reads (`off`: harmless values) and the family does not."""
     for key in values.keys() & off.keys() - read:
         if values[key] is not None and values[key] not in off[key]:
             way_out = " or ".join(["leave it out", *(f"set {value!r}" for value in off[key][:1])])
             raise ValueError(
-                f"config.json: {prefix}{key}={values[key]!r} is not supported for {of}: transformers or vLLM reads it, and "
-                f"mrl's trainer does not; {way_out}"
+                f"config.json: {prefix}{key}={values[key]!r} is not supported for {of}: transformers or vLLM reads "
+                f"it, and mrl's trainer does not; {way_out}"
             )
 
 
@@ -100,7 +102,10 @@ def check_settings(hf_config: HfConfig, supported: Mapping[str, tuple[object, ..
     for key, values in supported.items():
         value = hf_config.get(key, values[0])
         if value not in values:
-            raise ValueError(f"config.json: {key}={value!r} is not supported for {hf_config.get('model_type')}; only {values[0]!r} is")
+            raise ValueError(
+                f"config.json: {key}={value!r} is not supported for {hf_config.get('model_type')}; only "
+                f"{values[0]!r} is"
+            )
 
 
 def softmax_router(topk: int, *, normalised: bool) -> dict[str, object]:
@@ -115,10 +120,11 @@ def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
     _check_normalised(topk)
     groups, chosen_groups = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
     if groups > 1 and topk // chosen_groups != 2:
-        # transformers and vLLM rate a group by the sum of its best two experts, Megatron by that of its best topk / topk_group.
+        # transformers and vLLM rate a group by the sum of its best two experts, Megatron by that of its best topk /
+        # topk_group.
         raise ValueError(
-            f"config.json: num_experts_per_tok={topk} with topk_group={chosen_groups} is not supported; Megatron routes to the same groups "
-            "only where the first is twice the second"
+            f"config.json: num_experts_per_tok={topk} with topk_group={chosen_groups} is not supported; Megatron "
+            "routes to the same groups only where the first is twice the second"
         )
     return dict(
         moe_router_score_function="sigmoid",
@@ -132,4 +138,7 @@ def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
 
 def _check_normalised(topk: int) -> None:
     if topk == 1:
-        raise ValueError("config.json: num_experts_per_tok=1 with normalised weights is not supported; Megatron needs two experts for that")
+        raise ValueError(
+            "config.json: num_experts_per_tok=1 with normalised weights is not supported; Megatron needs two "
+            "experts for that"
+        )

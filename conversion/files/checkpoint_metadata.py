@@ -22,12 +22,25 @@ MAX_METADATA_BYTES = 1 << 30
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+        ),
         *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
     # Megatron's own saves keep all ranks' plans, which no load here looks at.
-    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.distributed.checkpoint.planner": (
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
@@ -37,7 +50,11 @@ _VALUES: Mapping[tuple[str, str], object] = {
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
     **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple, int, float, str, bool)},
-    **{("torch", str(value).removeprefix("torch.")): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{
+        ("torch", str(value).removeprefix("torch.")): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    },
 }
 
 
@@ -61,15 +78,18 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, what: str) -> None:
         super().__init__(io.BytesIO(data))
         self._what = what
-        self._records = {(module, name): type(name, (PickledRecord,), {}) for module, names in _CLASSES.items() for name in names}
+        self._records = {
+            (module, name): type(name, (PickledRecord,), {}) for module, names in _CLASSES.items() for name in names
+        }
 
     def find_class(self, module: str, name: str) -> object:
         key = "builtins" if module == "__builtin__" else module, name
         found = self._records.get(key) or _VALUES.get(key)
         if found is None:
             raise RefusedPickle(
-                f"{self._what} is a pickle that asks for {key[0]}.{name}, which checkpoints of weights do not need and which could run "
-                "anything; it is not read. Save the checkpoint again in Megatron's torch_dist format"
+                f"{self._what} is a pickle that asks for {key[0]}.{name}, which checkpoints of weights do not need "
+                "and which could run anything; it is not read. Save the checkpoint again in Megatron's torch_dist "
+                "format"
             )
         return found
 
@@ -109,7 +129,9 @@ class CheckpointMetadata:
             raise ValueError(f"{problem}, or not a complete one: {error}; name a complete weights folder") from error
         entries, places = (getattr(content, name, None) for name in ("state_dict_metadata", "storage_data"))
         if not isinstance(entries, dict) or not isinstance(places, dict):
-            raise ValueError(f"{problem}: {METADATA_FILE} holds a {type(content).__name__} without tables; restore the checkpoint")
+            raise ValueError(
+                f"{problem}: {METADATA_FILE} holds a {type(content).__name__} without tables; restore the checkpoint"
+            )
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Global shapes of all tensors by key, optimizer state included."""
         self.dtypes: dict[str, torch.dtype] = {}
@@ -121,10 +143,15 @@ class CheckpointMetadata:
                 state = getattr(properties, "state", None)
                 dtype = state[0] if isinstance(state, tuple) and state else None
                 is_sound = isinstance(key, str) and isinstance(size, torch.Size) and len(size) <= MAX_DIMENSIONS
-                if not (is_sound and isinstance(dtype, torch.dtype) and isinstance(size, tuple) and isinstance(chunks, list)):
+                if not (
+                    is_sound and isinstance(dtype, torch.dtype) and isinstance(size, tuple) and isinstance(chunks, list)
+                ):
                     raise ValueError(f"{problem}: {METADATA_FILE} describes no tensors; restore the checkpoint")
                 self.shapes[key], self.dtypes[key], self._chunks[key] = tuple(size), dtype, chunks
-        self._places = {(getattr(index, "fqn", None), _plain(getattr(index, "offset", None))): info for index, info in places.items()}
+        self._places = {
+            (getattr(index, "fqn", None), _plain(getattr(index, "offset", None))): info
+            for index, info in places.items()
+        }
 
     def chunks(self, key: str) -> list[StoredChunk]:
         """The chunks of a tensor, sorted by box; ValueError if they are described wrongly or lie outside the folder."""
@@ -135,17 +162,24 @@ class CheckpointMetadata:
         info = self._places.get((key, offsets))
         path, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
         if not isinstance(path, str):
-            raise ValueError(f"{self._path} does not say where the chunk of {key} at {offsets} is stored; restore the checkpoint")
+            raise ValueError(
+                f"{self._path} does not say where the chunk of {key} at {offsets} is stored; restore the checkpoint"
+            )
         if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
             raise ValueError(f"{self._path} places {key} in {path}, outside of the folder; it is not read")
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{self._path}: {key} is stored through {vars(info)['transform_descriptors']}; save it without extensions")
+            raise ValueError(
+                f"{self._path}: {key} is stored through {vars(info)['transform_descriptors']}; save it without "
+                "extensions"
+            )
         numbers = (offset, length, *(offsets or ()), *(sizes or ()))
         is_sound = offsets is not None and sizes is not None and len(offsets) == len(sizes)
         if not is_sound or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ValueError(f"{self._path} places {key} at offsets that are no numbers; it is not read")
         assert isinstance(offset, int) and isinstance(length, int) and offsets is not None and sizes is not None
-        return StoredChunk(tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), path, offset, length)
+        return StoredChunk(
+            tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), path, offset, length
+        )
 
 
 def _plain(size: object) -> tuple[int, ...] | None:

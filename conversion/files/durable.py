@@ -92,7 +92,8 @@ def remove_file(path: Path) -> None:
 def publish(aside: Path, final: Path) -> bool:
     """Renames the folder `aside` to `final`, whole or not at all. Returns False and leaves `aside` if `final` exists.
 
-    Of several processes that publish one folder exactly one gets True, on network file systems too: rename(2) decides, without a lock.
+    Of several processes that publish one folder exactly one gets True, on network file systems too: rename(2) decides,
+    without a lock.
     """
     folder = aside.stat()
     try:
@@ -125,7 +126,8 @@ def give_new_modes(folder: Path) -> None:
 def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
     """Yields a folder to fill, which becomes `out` (which must not exist yet) when the `with` block ends without error.
 
-    The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes it.
+    The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes
+    it.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists; remove it or choose another")
@@ -153,7 +155,9 @@ def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
             give_new_modes(folder)
             sync_tree(folder)
             if not publish(folder, out):
-                raise ValueError(f"--out {out} exists by now: another process has written it; remove it or choose another")
+                raise ValueError(
+                    f"--out {out} exists by now: another process has written it; remove it or choose another"
+                )
     except ValueError:
         shutil.rmtree(aside)
         raise

@@ -38,12 +38,18 @@ COMPANIONS = ("*.json", "*.txt", *VOCABULARIES, *TEMPLATES, *OF_THE_MODEL)
 _OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
 
 _OTHER_WEIGHTS = {
-    ADAPTER_CONFIG: "it holds adapters of the library PEFT alone: merge them into their base model with PEFT's merge_and_unload(), save "
-    "that with save_pretrained, and name its folder",
-    "*.bin": "its weights are pickled (.bin): load them with transformers, save them with save_pretrained, which writes safetensors",
+    ADAPTER_CONFIG: "it holds adapters of the library PEFT alone: merge them into their base model with PEFT's "
+    "merge_and_unload(), save that with save_pretrained, and name its folder",
+    "*.bin": (
+        "its weights are pickled (.bin): load them with transformers, save them with save_pretrained, which "
+        "writes safetensors"
+    ),
     "*.pth": "its weights are pickled (.pth): take the model's Hugging Face files in safetensors",
     "*.gguf": "its weights are quantised for llama.cpp (.gguf): take the model's Hugging Face files in safetensors",
-    "*.safetensors": f"its safetensors files are neither {SINGLE_FILE} nor named by {INDEX_FILE}: rename the one, or download the index",
+    "*.safetensors": (
+        f"its safetensors files are neither {SINGLE_FILE} nor named by {INDEX_FILE}: rename the one, "
+        "or download the index"
+    ),
 }
 
 MAX_HEADER_BYTES = 100_000_000
@@ -81,7 +87,10 @@ def weight_files(hf: Path) -> list[Path]:
     try:
         return sorted({hf / name for name in weights_by_file(hf).values()})
     except (OSError, ValueError) as error:
-        reason = next((reason for pattern, reason in _OTHER_WEIGHTS.items() if next(hf.glob(pattern), None)), "name a Hugging Face folder")
+        reason = next(
+            (reason for pattern, reason in _OTHER_WEIGHTS.items() if next(hf.glob(pattern), None)),
+            "name a Hugging Face folder",
+        )
         cause = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise ValueError(f"{hf}: no readable {INDEX_FILE} or {SINGLE_FILE}{cause}; {reason}") from error
 
@@ -99,7 +108,8 @@ def files_to_hide(hf: Path) -> list[str]:
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
     """File and place of each tensor of a Hugging Face folder, by headers of its weight files.
 
-    The index must place each of them there. It may name others: only the model tells what is needed, as in transformers.
+    The index must place each of them there. It may name others: only the model tells what is needed, as in
+    transformers.
     """
     files = weight_files(hf)
     file_of = None if files == [hf / SINGLE_FILE] else weights_by_file(hf)
@@ -108,7 +118,9 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
         try:
             file = open_file(path)
         except PermissionError as error:
-            raise ValueError(f"{path} may not be read by this user: {error}; let it: chmod -R a+rX {hf}, as their owner") from error
+            raise ValueError(
+                f"{path} may not be read by this user: {error}; let it: chmod -R a+rX {hf}, as their owner"
+            ) from error
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         try:
@@ -131,8 +143,8 @@ def without_mtp(missing: Collection[str]) -> str:
     if not missing or not all(name.startswith("mtp.") for name in missing):
         return ""
     return (
-        "; to go on without layers of multi-token prediction, set num_nextn_predict_layers to 0 in config.json of the model's folder "
-        "(of a checkpoint that is converted, in its hf_config.json)"
+        "; to go on without layers of multi-token prediction, set num_nextn_predict_layers to 0 in config.json of "
+        "the model's folder (of a checkpoint that is converted, in its hf_config.json)"
     )
 
 
@@ -169,7 +181,10 @@ def without_lost_code(config: Mapping[str, object], folder: Path) -> dict[str, o
     lost = sorted({f"{name}.py" for name in names if "--" not in name and not (folder / f"{name}.py").exists()})
     if not lost:
         return dict(config)
-    logger.warning("config.json loses its auto_map: %s is not there; transformers' own class of this model_type reads it", ", ".join(lost))
+    logger.warning(
+        "config.json loses its auto_map: %s is not there; transformers' own class of this model_type reads it",
+        ", ".join(lost),
+    )
     return {key: value for key, value in config.items() if key != "auto_map"}
 
 
@@ -192,14 +207,18 @@ def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
         raise ValueError(f"{path} is no safetensors file, or an incomplete one")
     tensors, end = {}, 0
     try:
-        entries = {name: entry for name, entry in json.loads(os.pread(file, length, 8)).items() if name != "__metadata__"}
+        entries = {
+            name: entry for name, entry in json.loads(os.pread(file, length, 8)).items() if name != "__metadata__"
+        }
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             start, stop = entry["data_offsets"]
             if len(entry["shape"]) > MAX_DIMENSIONS:
                 raise ValueError(f"{path}: {name[:200]} has {len(entry['shape'])} dimensions; download the file again")
             shape = tuple(entry["shape"])
             if not all(isinstance(number, int) and number >= 0 for number in (start, stop, *shape)):
-                raise ValueError(f"{path}: {name[:200]} has a shape or place that is no number; download the file again")
+                raise ValueError(
+                    f"{path}: {name[:200]} has a shape or place that is no number; download the file again"
+                )
             dtype = DTYPES.get(entry["dtype"])
             if start != end or (dtype and stop - start != DTYPE_BYTES[dtype] * math.prod(shape)):
                 raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")

@@ -39,13 +39,16 @@ Stored = Mapping[str, tuple[Path, HeaderTensor]]
 def read_model_config(hf: Path) -> dict[str, object]:
     """The contents of config.json as the weights have them.
 
-    Tied embeddings count as untied where the weights have an output layer that differs from the embedding: transformers then keeps both,
-    and vLLM follows config.json. A reward model of transformers has a head in place of its output layer, which nothing multiplies with: it
-    counts as tied.
+    Tied embeddings count as untied where the weights have an output layer that differs from the embedding: transformers
+    then keeps both, and vLLM follows config.json. A reward model of transformers has a head in place of its output
+    layer, which nothing multiplies with: it counts as tied.
     """
     config = read_config(hf / "config.json")
     if config.get(TIED) is not True:
-        has_head = any(str(name).endswith("ForSequenceClassification") for name in cast("list[object]", config.get("architectures") or []))
+        has_head = any(
+            str(name).endswith("ForSequenceClassification")
+            for name in cast("list[object]", config.get("architectures") or [])
+        )
         return {**config, TIED: True} if has_head and OUTPUT not in stored_tensors(hf) else config
     stored, untied = stored_tensors(hf), {**config, TIED: False}
     embedding = next(iter(family(untied).canonical(untied)))
@@ -83,13 +86,17 @@ def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[
     """Raises ValueError unless the weight files hold exactly these tensors, unquantised."""
     for name in sorted(stored):
         if stored[name].dtype not in DTYPES:
-            raise ValueError(f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported ({sorted(DTYPES)})")
+            raise ValueError(
+                f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported "
+                f"({sorted(DTYPES)})"
+            )
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
     if missing and any(_STACKED.search(name) for name in unknown):
         raise ValueError(
-            f"{hf}: all experts of a layer are one tensor ({next(name for name in sorted(unknown) if _STACKED.search(name))}), "
-            "as transformers 5 saves them with save_original_format=False; load the model with transformers, and save it "
-            "with save_pretrained(folder), which writes a tensor for each expert"
+            f"{hf}: all experts of a layer are one tensor "
+            f"({next(name for name in sorted(unknown) if _STACKED.search(name))}), as transformers 5 saves them "
+            "with save_original_format=False; load the model with transformers, and save it with "
+            "save_pretrained(folder), which writes a tensor for each expert"
         )
     if missing or unknown:
         raise ValueError(
@@ -107,7 +114,9 @@ def describe_dtypes(hf: Path, precision: str) -> str:
     kept = family(config).float32_tensors(config)
     counts = Counter(DTYPES.get(tensor.dtype, tensor.dtype) for _, tensor in stored.values())
     rounded = sorted(
-        name for name, (_, tensor) in stored.items() if name not in kept and is_rounded(DTYPES.get(tensor.dtype, ""), precision)
+        name
+        for name, (_, tensor) in stored.items()
+        if name not in kept and is_rounded(DTYPES.get(tensor.dtype, ""), precision)
     )
     text = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
     return f"{text}; {len(rounded):,} are rounded to {precision}, the first is {rounded[0]}" if rounded else text

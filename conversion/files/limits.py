@@ -77,8 +77,8 @@ def within(limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, 
 class LimitedOutput(io.RawIOBase):
     """The writes to a console, made by a thread. One that takes nothing costs a writer `CONSOLE_TIMEOUT_S` once.
 
-    What follows waits in order until it takes something again; what is too much then, or finds a full disk or no reader, is lost and
-    counted.
+    What follows waits in order until it takes something again; what is too much then, or finds a full disk or no
+    reader, is lost and counted.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -128,7 +128,9 @@ class LimitedOutput(io.RawIOBase):
             with self._lock:
                 self._waiting.popleft()
                 self._num_lost += not is_taken
-        if self._num_lost and self._write_all(f"\n[{self._num_lost} lines of output are lost: nothing took them]\n".encode()):
+        if self._num_lost and self._write_all(
+            f"\n[{self._num_lost} lines of output are lost: nothing took them]\n".encode()
+        ):
             self._num_lost = 0
 
     def _write_all(self, text: bytes) -> bool:
@@ -151,7 +153,9 @@ def limit_console() -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by who started this process: a file of the run would get the number, and what libraries print
+        except (
+            OSError
+        ):  # closed by who started this process: a file of the run would get the number, and what libraries print
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")

@@ -151,7 +151,8 @@ class FinishedFiles(AbstractContextManager["FinishedFiles"]):
     def written(self, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:
         """The note (plain JSON values) that `write` returned about a file, and whether an earlier attempt finished it.
 
-        Calls `write` only if there is no such file, or its content is not what was recorded. Syncs the file in the background.
+        Calls `write` only if there is no such file, or its content is not what was recorded. Syncs the file in the
+        background.
         """
         beside = path.with_name(path.name + FINISHED_SUFFIX)
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -204,26 +205,37 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             source=dict(content["source"]),
             tensors={
-                str(name): TensorRecord(str(record["dtype"]), tuple(map(int, record["shape"])), str(record["sha256"]), int(record["crc32"]))
+                str(name): TensorRecord(
+                    str(record["dtype"]), tuple(map(int, record["shape"])), str(record["sha256"]), int(record["crc32"])
+                )
                 for name, record in content["tensors"].items()
             },
             files={
-                name_inside(str(name), path): FileRecord(int(record["size"]), str(record["sha256"]), int(record["crc32"]))
+                name_inside(str(name), path): FileRecord(
+                    int(record["size"]), str(record["sha256"]), int(record["crc32"])
+                )
                 for name, record in content["files"].items()
             },
             table_version=int(content["table_version"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is missing or damaged ({error!r}); convert again with python -m mrl.convert") from error
+        raise ValueError(
+            f"{path} is missing or damaged ({error!r}); convert again with python -m mrl.convert"
+        ) from error
 
 
-def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]) -> None:
+def seal(
+    folder: Path, source: Mapping[str, object], tensors: Mapping[str, TensorRecord], known: Mapping[str, FileRecord]
+) -> None:
     """Writes the manifest of a complete folder. Reads files for their checksums, except those that are `known`."""
     for record in folder.rglob(f"*{FINISHED_SUFFIX}"):
         record.unlink()
     files = {name: known[name] if name in known else file_record(folder / name) for name in file_names(folder)}
     if missing := sorted(known.keys() - files.keys()):
-        raise ValueError(f"{folder} lacks files that were written to it: {', '.join(missing[:6])}; something has removed them, start again")
+        raise ValueError(
+            f"{folder} lacks files that were written to it: {', '.join(missing[:6])}; something has removed them, "
+            "start again"
+        )
     write_manifest(folder, Manifest(source, tensors, files))
 
 
@@ -302,7 +314,9 @@ class WriteReport:
 
 
 WRITTEN = "written.json"
-"""File beside weights that ranks write in the background: empty until all have written, then with their reports; removed if one failed."""
+"""File beside weights that ranks write in the background: empty until all have written, then with their reports;
+removed if one failed.
+"""
 
 
 def tell_written(weights: Path, reports: Sequence[WriteReport]) -> None:
@@ -324,5 +338,6 @@ def read_written(weights: Path) -> list[WriteReport] | None:
         return []
     parts = json.loads(text) if text else None
     return parts and [
-        WriteReport({name: FileRecord(**record) for name, record in part["files"].items()}, part["hidden_s"]) for part in parts
+        WriteReport({name: FileRecord(**record) for name, record in part["files"].items()}, part["hidden_s"])
+        for part in parts
     ]

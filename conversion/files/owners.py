@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ownership of files and folders that hosts share, encoded in their names; canaries show that hosts see one folder.
 
-Takes no locks. On the owner's host its process decides whether the owner is alive. Elsewhere only time can tell: owners touch what they
-own, and a file that nobody touched for long is abandoned. Standard library only.
+Takes no locks. On the owner's host its process decides whether the owner is alive. Elsewhere only time can tell: owners
+touch what they own, and a file that nobody touched for long is abandoned. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(?P<what>.+)@(?P<host>[^@]*)\.(?P<boot>[0-9a-f]+)\.(?P<namespace>\d+)\.(?P<pid>\d+)\.(?P<start>\d+)\.[0-9a-f]+")
+_NAME = re.compile(
+    r"(?P<what>.+)@(?P<host>[^@]*)\.(?P<boot>[0-9a-f]+)\.(?P<namespace>\d+)\.(?P<pid>\d+)\.(?P<start>\d+)\.[0-9a-f]+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ def owner_of(name: str) -> tuple[str, Owner] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    return match["what"], Owner(match["host"], match["boot"], int(match["namespace"]), int(match["pid"]), int(match["start"]))
+    return match["what"], Owner(
+        match["host"], match["boot"], int(match["namespace"]), int(match["pid"]), int(match["start"])
+    )
 
 
 def owned(folder: Path, what: str | None = None) -> list[Path]:

@@ -59,15 +59,17 @@ def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
     content = within(READ_TIMEOUT_S, f"read of {path}", read)
     if len(content) > max_bytes:
-        raise ValueError(f"{path} has more than {max_bytes >> 20} MiB, and is read only up to that; put the right file there")
+        raise ValueError(
+            f"{path} has more than {max_bytes >> 20} MiB, and is read only up to that; put the right file there"
+        )
     return content
 
 
 def parse_json(text: bytes | str, *, allows_nan: bool = False) -> object:
     """A JSON text's value. ValueError: there is none, it is nested too deeply, or has a number that is no finite float.
 
-    JSON has no NaN and no Infinity, but Python's reader takes them, and makes infinity of 1e400, which no integer equals. `allows_nan` is
-    for files of ours with metrics that are not finite.
+    JSON has no NaN and no Infinity, but Python's reader takes them, and makes infinity of 1e400, which no integer
+    equals. `allows_nan` is for files of ours with metrics that are not finite.
     """
 
     def number(digits: str) -> float:
@@ -152,7 +154,9 @@ def _num_threads() -> int:
 def known_hash(path: Path, memory: Path) -> str | None:
     """sha256 of a file that was read before in its present state, from the folder `memory`; None if it must be read."""
     record = _record(path, file_state(path), memory)
-    return remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
+    return (
+        remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
+    )
 
 
 def _record(path: Path, state: list[int], memory: Path) -> Path:
@@ -190,7 +194,8 @@ def content_hash(path: Path) -> str:
     digest, blob = sha256_file(path), path.resolve(strict=True)
     if is_named_by_sha256(path) and digest != blob.name:
         raise ValueError(
-            f"{path} is damaged: the sha256 of {blob} is {digest}, not its name; remove that file and download the model again"
+            f"{path} is damaged: the sha256 of {blob} is {digest}, not its name; remove that file and download the "
+            "model again"
         )
     return digest
 
@@ -198,4 +203,8 @@ def content_hash(path: Path) -> str:
 def is_named_by_sha256(path: Path) -> bool:
     """Tells whether huggingface_hub downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
     blob = path.resolve(strict=True)
-    return blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name) is not None
+    return (
+        blob.parent.name == "blobs"
+        and blob.parent.parent.name.startswith("models--")
+        and _SHA256.fullmatch(blob.name) is not None
+    )

@@ -33,7 +33,17 @@ from conversion.files.hf_folder import (
 from conversion.files.manifest import FileChecksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
-from conversion.tensors import BoxSource, StoredTensor, blocks, byte_view, dtype_name, fill_from, read_ahead, read_stored, torch_dtype
+from conversion.tensors import (
+    BoxSource,
+    StoredTensor,
+    blocks,
+    byte_view,
+    dtype_name,
+    fill_from,
+    read_ahead,
+    read_stored,
+    torch_dtype,
+)
 
 _DTYPE_NAMES = {torch_dtype(dtype): name for name, dtype in DTYPES.items()}
 
@@ -54,7 +64,9 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
                 self._file_of = self._with_embedding(dict.fromkeys(self._open(file)[1], file))
                 return
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self._folder}: no readable {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
+            raise ValueError(
+                f"{self._folder}: no readable {SINGLE_FILE} ({error}); name a Hugging Face folder"
+            ) from error
         weight_files(self._folder)
         self._file_of = self._with_embedding(weights_by_file(self._folder))
 
@@ -84,17 +96,24 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         """dtype of a tensor as it is stored; a ValueError for one that is not of plain weights."""
         stored = self._find(name)[1].dtype
         if stored not in DTYPES:
-            raise ValueError(f"{self._folder}: {name} has dtype {stored}; only unquantised weights are supported ({sorted(DTYPES)})")
+            raise ValueError(
+                f"{self._folder}: {name} has dtype {stored}; only unquantised weights are supported ({sorted(DTYPES)})"
+            )
         return torch_dtype(DTYPES[stored])
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block."""
         (descriptor, found), dtype = self._find(name), self.dtype(name)
-        if len(box) != len(found.shape) or any(not 0 <= low < high <= size for (low, high), size in zip(box, found.shape, strict=True)):
+        if len(box) != len(found.shape) or any(
+            not 0 <= low < high <= size for (low, high), size in zip(box, found.shape, strict=True)
+        ):
             raise ValueError(
-                f"{self._folder}: {name} has shape {found.shape}, but box {box} of it is needed; the weights do not fit config.json"
+                f"{self._folder}: {name} has shape {found.shape}, but box {box} of it is needed; the weights do "
+                "not fit config.json"
             )
-        read_stored(descriptor, StoredTensor(self._folder / self._file_of[name], found.offset, dtype, found.shape), box, target)
+        read_stored(
+            descriptor, StoredTensor(self._folder / self._file_of[name], found.offset, dtype, found.shape), box, target
+        )
 
     def _open(self, file: str) -> tuple[int, dict[str, HeaderTensor]]:
         with self._lock:
@@ -136,8 +155,9 @@ def write_safetensors(
 ) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
     """Writes tensors as one file or as several with an index; checksums of the tensors and of their files.
 
-    Tensors keep their dtypes unless `dtypes` has another. One larger than `max_shard_bytes` gets a file of its own. Keeps files that
-    an interrupted call has finished, if they are right. The library's own save_file needs a whole file in memory.
+    Tensors keep their dtypes unless `dtypes` has another. One larger than `max_shard_bytes` gets a file of its own.
+    Keeps files that an interrupted call has finished, if they are right. The library's own save_file needs a whole file
+    in memory.
     """
     report = progress or counter(None, 0)
     dtypes = {name: dtypes.get(name) or source.dtype(name) for name in names}
@@ -158,17 +178,23 @@ def write_safetensors(
             weight_map |= dict.fromkeys(group, file)
             # Wide elements first keep all of them aligned, as the safetensors library has it.
             members = {name: dtypes[name] for name in sorted(group, key=lambda name: -dtypes[name].itemsize)}
-            note, is_kept = finished.written(folder / file, lambda out, members=members: _write_file(out, members, source, report))
+            note, is_kept = finished.written(
+                folder / file, lambda out, members=members: _write_file(out, members, source, report)
+            )
             checksums |= cast("dict[str, tuple[str, int]]", note)
             if is_kept:
                 report(sum(sizes[name] for name in members), is_kept=True)
         records = finished.records()
     if len(groups) > 1:
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    return {name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *checksums[name]) for name in names}, records
+    return {
+        name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *checksums[name]) for name in names
+    }, records
 
 
-def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report) -> dict[str, tuple[str, int]]:
+def _write_file(
+    file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report
+) -> dict[str, tuple[str, int]]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype in dtypes.items():

@@ -32,7 +32,8 @@ EMBEDDING_KEY = "embedding.word_embeddings.weight"
 MAX_OPEN_FILES = 256
 """Far below what a process may have, and what a checkpoint of many ranks has."""
 
-# Training state, under the names of Megatron's trainers and ours. Any other name is a weight that the layout must contain.
+# Training state, under the names of Megatron's trainers and ours. Any other name is a weight that the layout must
+# contain.
 _NO_WEIGHT = re.compile(
     r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng|rng_state|rerun_state_machine)\b"
 )
@@ -51,7 +52,9 @@ class CheckpointPaths:
 def find_checkpoint(folder: Path) -> CheckpointPaths:
     """The checkpoint in a step folder, weights folder or iter_ folder, with its copy of the model's config.json."""
     if not folder.is_dir():
-        raise ValueError(f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder")
+        raise ValueError(
+            f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder"
+        )
     weights = folder / "policy" / "weights" if (folder / "policy" / "weights").is_dir() else folder
     latest = weights / LATEST_FILE
     if (weights / METADATA_FILE).exists():
@@ -63,13 +66,19 @@ def find_checkpoint(folder: Path) -> CheckpointPaths:
         found = sorted(weights.glob("iter_*"))
     if not found or not (found[-1] / METADATA_FILE).exists():
         raise ValueError(
-            f"--mcore {weights}: no complete Megatron checkpoint there; name a step_N folder, its policy/weights, or an iter_ folder"
+            f"--mcore {weights}: no complete Megatron checkpoint there; name a step_N folder, its policy/weights, "
+            "or an iter_ folder"
         )
     iteration = found[-1]
     configs = [path for path in (iteration / HF_CONFIG_FILE, iteration.parent / HF_CONFIG_FILE) if path.exists()]
     if not configs:
-        raise ValueError(f"--mcore {folder}: {iteration} has no {HF_CONFIG_FILE}, a copy of the Hugging Face config.json; put one there")
-    tokenizers = [path for path in (iteration.parent / "tokenizer", iteration.parent.parent / "tokenizer") if path.is_dir()]
+        raise ValueError(
+            f"--mcore {folder}: {iteration} has no {HF_CONFIG_FILE}, a copy of the Hugging Face config.json; put "
+            "one there"
+        )
+    tokenizers = [
+        path for path in (iteration.parent / "tokenizer", iteration.parent.parent / "tokenizer") if path.is_dir()
+    ]
     return CheckpointPaths(iteration, read_config(configs[0]), tokenizers[0] if tokenizers else None)
 
 
@@ -96,18 +105,27 @@ class TorchDistFolder:
 
     def _known(self, key: str) -> str:
         if key not in self.keys:
-            raise ValueError(f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's config{without_mtp([key])}")
+            raise ValueError(
+                f"{self.folder}: the checkpoint has no tensor {key}; it does not fit the model's "
+                f"config{without_mtp([key])}"
+            )
         return key
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         """Copies a box of a global tensor into `target`, cast to its dtype.
 
-        Memory holds no more than `target` and a block; where only torch can read a chunk, that chunk too, until it reads another.
+        Memory holds no more than `target` and a block; where only torch can read a chunk, that chunk too, until it
+        reads another.
         """
-        parts = [(chunk, common) for chunk in self._chunks_in(key, box) if (common := intersect(chunk.box, box)) is not None]
+        parts = [
+            (chunk, common) for chunk in self._chunks_in(key, box) if (common := intersect(chunk.box, box)) is not None
+        ]
         fault = tiling_fault(lengths(box), [counted_from(common, box) for _, common in parts])
         if fault is not None:
-            raise ValueError(f"{self.folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once: there, {fault}")
+            raise ValueError(
+                f"{self.folder}: {key} cannot be read: the chunks in its metadata do not cover {box} once: there, "
+                f"{fault}"
+            )
         for chunk, common in parts:
             inside, part = counted_from(common, chunk.box), box_view(target, counted_from(common, box))
             try:
@@ -130,12 +148,14 @@ class TorchDistFolder:
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:
             raise ValueError(
-                f"{self.folder}: {legacy[0]} has all experts of Megatron's legacy GroupedMLP in one tensor, which is not supported; "
-                "save the model with SequentialMLP or TEGroupedMLP"
+                f"{self.folder}: {legacy[0]} has all experts of Megatron's legacy GroupedMLP in one tensor, which "
+                "is not supported; save the model with SequentialMLP or TEGroupedMLP"
             )
         for key, shape in wanted.items():
             if self.shape(key) != shape:
-                raise ValueError(f"{self.folder}: {key} has shape {self.shape(key)}; by the model's config it must be {shape}")
+                raise ValueError(
+                    f"{self.folder}: {key} has shape {self.shape(key)}; by the model's config it must be {shape}"
+                )
         unknown = sorted(key for key in self.keys - wanted.keys() if not _NO_WEIGHT.match(key))
         if unknown:
             raise ValueError(f"{self.folder}: weights that the model's config does not have: {', '.join(unknown[:6])}")
@@ -145,7 +165,11 @@ class TorchDistFolder:
         if key not in self._chunks:
             chunks = self._metadata.chunks(self._known(key))
             starts = [chunk.box[0][0] for chunk in chunks if chunk.box]
-            self._chunks[key] = chunks, starts, max((stop - start for chunk in chunks for start, stop in chunk.box[:1]), default=0)
+            self._chunks[key] = (
+                chunks,
+                starts,
+                max((stop - start for chunk in chunks for start, stop in chunk.box[:1]), default=0),
+            )
         chunks, starts, longest = self._chunks[key]
         if not box or not starts:
             return chunks
@@ -260,7 +284,10 @@ class CanonicalTensors:
         self.names = list(self._holders)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(max(stop for _, stop in bounds) for bounds in zip(*(piece.box for _, piece in self._holders[name]), strict=True))
+        return tuple(
+            max(stop for _, stop in bounds)
+            for bounds in zip(*(piece.box for _, piece in self._holders[name]), strict=True)
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         dtypes = {self._source.dtype(slot.name) for slot, _ in self._holders[name]}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes Megatron's torch_dist checkpoints without Megatron: how tensors are cut into chunks and files, and the files.
 
-A file is what torch's FileSystemWriter makes: one torch.save after the other. The writer itself keeps every tensor of a file in memory
-until the file is complete, so it cannot write large files.
+A file is what torch's FileSystemWriter makes: one torch.save after the other. The writer itself keeps every tensor of a
+file in memory until the file is complete, so it cannot write large files.
 """
 
 from __future__ import annotations
@@ -52,13 +52,37 @@ from conversion.tensors import BoxSource, fill_from, read_ahead, torch_dtype
 MAX_CHUNK_BYTES = 1 << 30
 """Larger tensors are cut: one chunk is held in memory."""
 
-_MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_MEGATRON_METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
-# Transformer Engine's modules have an `_extra_state` (scales of FP8), empty here; Megatron's loader insists on the keys.
+# Transformer Engine's modules have an `_extra_state` (scales of FP8), empty here; Megatron's loader insists on the
+# keys.
 _MODULES_WITH_EXTRA_STATE = (
-    *("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "fc1_latent_proj", "fc2_latent_proj", "output_layer"),
+    *(
+        "in_proj",
+        "out_proj",
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+        "output_layer",
+    ),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
-    *("input_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
+    *(
+        "input_layernorm",
+        "q_layernorm",
+        "k_layernorm",
+        "kv_layernorm",
+        "pre_mlp_layernorm",
+        "final_layernorm",
+        "final_norm",
+    ),
 )
 
 
@@ -85,7 +109,9 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
             extra = len(piece.local) - len(piece.box)
             inside = place(common[extra:], piece.local[extra:], piece.box)
             pieces.append(Piece(piece.name, inside, counted_from(common, box), piece.transform))
-    padding = tuple(counted_from(common, box) for hole in content.padding if (common := intersect(hole, box)) is not None)
+    padding = tuple(
+        counted_from(common, box) for hole in content.padding if (common := intersect(hole, box)) is not None
+    )
     return replace(content, shape=lengths(box), pieces=tuple(pieces), padding=padding)
 
 
@@ -99,7 +125,9 @@ def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[l
     boxes: dict[str, list[Box]] = {}
     for slot, content in layout.items():
         whole = full(content.shape)
-        boxes[slot.name] = [((index, index + 1), *whole[1:]) for index in range(*whole[0])] if is_stacked(content) else [whole]
+        boxes[slot.name] = (
+            [((index, index + 1), *whole[1:]) for index in range(*whole[0])] if is_stacked(content) else [whole]
+        )
     files: list[list[Chunk]] = [[]]
     num_bytes = 0
     for chunk in _chunks(layout, boxes, max_bytes):
@@ -111,7 +139,9 @@ def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[l
     return files
 
 
-def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int) -> list[list[Chunk]]:
+def files_of_ranks(
+    family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int
+) -> list[list[Chunk]]:
     """A file for each (tp, pp, ep, etp) rank with the chunks it reads; shared chunks are in the first one's file."""
     holders: dict[str, list[tuple[str, Piece]]] = {}
     for slot, content in layout.items():
@@ -188,12 +218,14 @@ def write_torch_dist(
 ) -> dict[str, FileRecord]:
     """Writes weights that megatron.core.dist_checkpointing loads at any parallel layout; checksums of the data files.
 
-    `files` holds the chunks of each file, which together are the layout's tensors. What an interrupted call has written of them is kept
-    if it is still right. `progress` gets numbers of bytes as they are done.
+    `files` holds the chunks of each file, which together are the layout's tensors. What an interrupted call has written
+    of them is kept if it is still right. `progress` gets numbers of bytes as they are done.
     """
     report = progress or counter(None, 0)
     entries = {
-        slot.name: TensorStorageMetadata(TensorProperties(dtype=torch_dtype(content.dtype)), torch.Size(content.shape), [])
+        slot.name: TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(content.dtype)), torch.Size(content.shape), []
+        )
         for slot, content in layout.items()
     }
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -203,7 +235,9 @@ def write_torch_dist(
     with FinishedFiles() as finished:
         for index, chunks in enumerate(files):
             name, states = f"__{index}_0.distcp", extra_states if index == 0 else []
-            places |= {MetadataIndex(key): _StorageInfo(name, position * size, size) for position, key in enumerate(states)}
+            places |= {
+                MetadataIndex(key): _StorageInfo(name, position * size, size) for position, key in enumerate(states)
+            }
             head = empty.getvalue() * len(states)
             note, is_kept = finished.written(
                 folder / name, lambda out, head=head, chunks=chunks: _write_file(out, head, chunks, source, report)
@@ -223,7 +257,9 @@ def write_torch_dist(
     return records
 
 
-def _write_file(file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[tuple[int, int]]:
+def _write_file(
+    file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report
+) -> list[tuple[int, int]]:
     """Writes one data file; returns offset and length of each chunk in it, in bytes."""
 
     def like(chunk: Chunk) -> tuple[tuple[int, ...], torch.dtype]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_MEAN_ERROR: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.05}
-"""Limits by precision. Rounding gives 1e-6 in float32, 5e-4 in TF32, 0.02 in bfloat16; other positions or other weights give more."""
+"""Limits by precision. Rounding gives 1e-6 in float32, 5e-4 in TF32, 0.02 in bfloat16; other positions or other weights
+give more.
+"""
 MAX_MEAN_ERROR_OF_EXPERTS: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.1}
 FLIPPED_SHARE = 0.1
-"""Share of the tokens, those that differ most, that does not count: where scores of experts are nearly equal, rounding makes the two sides
-choose different experts for a few tokens, which then differ by nats."""
+"""Share of the tokens, those that differ most, that does not count: where scores of experts are nearly equal, rounding
+makes the two sides choose different experts for a few tokens, which then differ by nats."""
 
 
 class Disagreement(RuntimeError):
@@ -32,7 +34,10 @@ class Errors:
 
     @property
     def figures(self) -> str:
-        return f"over {self.num_tokens} tokens logprobs differ by {self.mean:.2g} on average, by {self.largest:.2g} at most"
+        return (
+            f"over {self.num_tokens} tokens logprobs differ by {self.mean:.2g} on average, by "
+            f"{self.largest:.2g} at most"
+        )
 
 
 def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, flipped_share: float) -> Errors:
@@ -56,10 +61,10 @@ def find_disagreement(errors: Errors, precision: str, *, chooses: bool, after: s
     if errors.mean <= limit and 2 * errors.num_ruled_out <= errors.num_tokens:
         return ""
     return (
-        f"trainer and engine compute different models of the same weights: {errors.figures}{after}; in {precision} at most "
-        f"{limit} on average is rounding ({errors.num_ruled_out} tokens are ruled out by the trainer's top-k or top-p). "
-        "Likely causes: config.json says something twice that the two read differently (positions, windows, tied "
-        "embeddings), or policy.generation.vllm_kwargs, env_vars or policy.megatron_cfg.model_overrides change one side "
-        "alone. python -m mrl.doctor CONFIG --refit examines both; policy.generation.compare_at_start=false starts without "
-        "this check"
+        f"trainer and engine compute different models of the same weights: {errors.figures}{after}; in {precision} "
+        f"at most {limit} on average is rounding ({errors.num_ruled_out} tokens are ruled out by the trainer's "
+        "top-k or top-p). Likely causes: config.json says something twice that the two read differently "
+        "(positions, windows, tied embeddings), or policy.generation.vllm_kwargs, env_vars or "
+        "policy.megatron_cfg.model_overrides change one side alone. python -m mrl.doctor CONFIG --refit examines "
+        "both; policy.generation.compare_at_start=false starts without this check"
     )

@@ -22,8 +22,8 @@ LOSS_NAMES = {
 
 @dataclass(frozen=True)
 class Routing:
-    """The routers' choices in a step, the same on every rank: tokens of the global batch by expert (int64; none in layers without experts),
-    and each auxiliary loss before its coefficient (float64 [L])."""
+    """The routers' choices in a step, the same on every rank: tokens of the global batch by expert (int64; none in
+    layers without experts), and each auxiliary loss before its coefficient (float64 [L])."""
 
     tokens_LE: Tensor
     losses: dict[str, Tensor]
@@ -37,10 +37,11 @@ def bias_directions(tokens_LE: Tensor) -> Tensor:
 def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
     """Measures how evenly a step used the experts; empty for a model without experts.
 
-    By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means (MaxVio of
-    arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance); `moe/unused_experts`, the share of
-    experts without a token; and the value of the auxiliary loss, if there is one. Each is the mean over the layers with experts; the
-    first three also the worst of them, as `_worst`; with `per_layer` also each layer's, as `_layer_N` from 0.
+    By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means
+    (MaxVio of arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance);
+    `moe/unused_experts`, the share of experts without a token; and the value of the auxiliary loss, if there is one.
+    Each is the mean over the layers with experts; the first three also the worst of them, as `_worst`; with `per_layer`
+    also each layer's, as `_layer_N` from 0.
     """
     layers = routing.tokens_LE.any(dim=1).nonzero().flatten().tolist()
     if not layers:
@@ -54,10 +55,15 @@ def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
         "load_entropy": entropies_L,
         "unused_experts": (shares_LE == 0).double().mean(dim=1),
     }
-    metrics = {f"moe/{name}_worst": float(values.min() if name == "load_entropy" else values.max()) for name, values in by_layer.items()}
+    metrics = {
+        f"moe/{name}_worst": float(values.min() if name == "load_entropy" else values.max())
+        for name, values in by_layer.items()
+    }
     by_layer |= {LOSS_NAMES[kind]: loss[layers] for kind, loss in routing.losses.items()}
     metrics |= {f"moe/{name}": float(values.mean()) for name, values in by_layer.items()}
     if per_layer:
         for name, values in by_layer.items():
-            metrics |= {f"moe/{name}_layer_{layer}": value for layer, value in zip(layers, values.tolist(), strict=True)}
+            metrics |= {
+                f"moe/{name}_layer_{layer}": value for layer, value in zip(layers, values.tolist(), strict=True)
+            }
     return metrics

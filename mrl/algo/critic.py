@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PPO's use of a critic's values: advantages of tokens, returns that values are trained on (GAE), and the value loss.
 
-Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, N of them valid, S sequences of a row.
+Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, N of them valid, S sequences of
+a row.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ValuedRow:
 def token_advantages_and_returns(row: ValuedRow, config: GaeConfig) -> tuple[Tensor, Tensor]:
     """Unnormalised advantages and returns of a row's tokens, float64 [T] both, 0 outside the mask (arXiv:1506.02438).
 
-    Tokens outside the mask are no steps: a valid token leads to the next valid one of its sequence. The last one is terminal, also in a
-    rollout that was cut off. Advantages and returns may have different lambdas (arXiv:2504.05118).
+    Tokens outside the mask are no steps: a valid token leads to the next valid one of its sequence. The last one is
+    terminal, also in a rollout that was cut off. Advantages and returns may have different lambdas (arXiv:2504.05118).
     """
     is_valid_T = row.loss_mask_T > 0
     segments = Segments.of(row.cu_seqlens, is_valid_T.double())
@@ -56,7 +57,9 @@ def token_advantages_and_returns(row: ValuedRow, config: GaeConfig) -> tuple[Ten
     errors_N = rewards_N + config.gae_gamma * next_values_N - values_N
 
     def gae(lambda_N: Tensor | float) -> Tensor:
-        return discounted_sums(errors_N, torch.where(is_last_N, 0.0, config.gae_gamma * torch.as_tensor(lambda_N).double()))
+        return discounted_sums(
+            errors_N, torch.where(is_last_N, 0.0, config.gae_gamma * torch.as_tensor(lambda_N).double())
+        )
 
     advantages_N = gae(_policy_lambda(config, segments.spread(segments.counts_S)[is_valid_T]))
     value_lambda = config.gae_lambda if config.gae_lambda_value is None else config.gae_lambda_value
@@ -86,19 +89,30 @@ def gae_of_rows(
     rows: Sequence[ValuedRow], config: GaeConfig, add_over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Advantages and returns of a step's rows, float32 [T]; advantages normalised over valid tokens if configured."""
-    advantages, returns = (list(part) for part in zip(*(token_advantages_and_returns(row, config) for row in rows), strict=True))
+    advantages, returns = (
+        list(part) for part in zip(*(token_advantages_and_returns(row, config) for row in rows), strict=True)
+    )
     if config.normalize_advantages:
-        advantages = normalize_over_tokens(advantages, [row.loss_mask_T for row in rows], add_over_ranks, added_to_variance=_EPSILON)
+        advantages = normalize_over_tokens(
+            advantages, [row.loss_mask_T for row in rows], add_over_ranks, added_to_variance=_EPSILON
+        )
     return [advantages_T.float() for advantages_T in advantages], [returns_T.float() for returns_T in returns]
 
 
 def value_loss(
-    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, loss_mask_T: Tensor, config: ValueLossConfig, *, num_tokens: float
+    values_T: Tensor,
+    old_values_T: Tensor,
+    returns_T: Tensor,
+    loss_mask_T: Tensor,
+    config: ValueLossConfig,
+    *,
+    num_tokens: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a row's values (scalar, gradient by `values_T`), and its metrics, which `finish_value_metrics` completes.
 
-    Half the squared distance from the returns. With `cliprange`, the larger of this and the loss of values clipped to that range around
-    the old ones (arXiv:2005.12729). `num_tokens` counts the masks of the global batch. Tokens outside the mask have no effect.
+    Half the squared distance from the returns. With `cliprange`, the larger of this and the loss of values clipped to
+    that range around the old ones (arXiv:2005.12729). `num_tokens` counts the masks of the global batch. Tokens outside
+    the mask have no effect.
     """
     is_valid_T = loss_mask_T > 0
     values_N, old_values_N, returns_N = values_T[is_valid_T], old_values_T[is_valid_T], returns_T[is_valid_T]
@@ -125,7 +139,9 @@ def value_loss(
 
 def finish_value_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Metrics of the global batch from the sums of its rows. The extremes of no values are 0."""
-    return {name: value if math.isfinite(value) or not name.startswith("values_m") else 0.0 for name, value in sums.items()}
+    return {
+        name: value if math.isfinite(value) or not name.startswith("values_m") else 0.0 for name, value in sums.items()
+    }
 
 
 def explained_variance(updates: Sequence[Mapping[str, float]]) -> float:

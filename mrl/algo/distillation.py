@@ -27,7 +27,9 @@ class StudentScores:
     logits_TK: Tensor
     """Logits minus the largest of the vocabulary, if that counts: a logarithm keeps more digits of small numbers."""
     log_sum_T: Tensor | None = None
-    """Log of the sum of exp(logit - the largest) over the vocabulary; None where only the top k count, like `negentropy_T`."""
+    """Log of the sum of exp(logit - the largest) over the vocabulary; None where only the top k count, like
+    `negentropy_T`.
+    """
     negentropy_T: Tensor | None = None
     """Sum of p * log p over the vocabulary, in nats."""
 
@@ -53,8 +55,8 @@ def distillation_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted sum of the divergences of the tokens (a scalar with gradient), and its metrics (detached).
 
-    `weights_T` is the weight of each token: for a mean, 1 / (learned tokens of the global batch). Values at tokens of weight 0 are
-    ignored. The losses of all rows of all ranks add up to the batch's loss.
+    `weights_T` is the weight of each token: for a mean, 1 / (learned tokens of the global batch). Values at tokens of
+    weight 0 are ignored. The losses of all rows of all ranks add up to the batch's loss.
     """
     is_learned_T = weights_T > 0
     teacher_TK = torch.log_softmax(teacher_logits_TK.float(), dim=-1)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy loss of GRPO and its family, over one packed row. Pure torch functions. T packed tokens of a row.
 
-Every sum is divided by a count over the global batch: rows, micro-batches and ranks add up to the same loss, however the batch is cut.
+Every sum is divided by a count over the global batch: rows, micro-batches and ranks add up to the same loss, however
+the batch is cut.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from mrl.algo.ratios import KlType, Segments, correction_weight, extremes, importance_weights, is_bounded, kl_divergence, log_weights, ratio
+from mrl.algo.ratios import (
+    KlType,
+    Segments,
+    correction_weight,
+    extremes,
+    importance_weights,
+    is_bounded,
+    kl_divergence,
+    log_weights,
+    ratio,
+)
 from mrl.config import own
 
 if TYPE_CHECKING:
@@ -77,13 +88,17 @@ class Tokens:
         is_valid_T = (loss_mask_T > 0) & ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
         return cls(
             logprobs_T=torch.where(is_valid_T, logprobs_T, 0.0),
-            untruncated_logprobs_T=torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0),
+            untruncated_logprobs_T=torch.where(
+                is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0
+            ),
             old_logprobs_T=torch.where(is_valid_T, old_logprobs_T, 0.0).detach(),
             generator_logprobs_T=torch.where(is_valid_T, generator_logprobs_T, 0.0),
             advantages_T=torch.where(is_valid_T, advantages_T, 0.0),
             is_valid_T=is_valid_T,
             segments=Segments.of(cu_seqlens, is_valid_T.to(logprobs_T.dtype)),
-            reference_logprobs_T=None if reference_logprobs_T is None else torch.where(is_valid_T, reference_logprobs_T, 0.0).detach(),
+            reference_logprobs_T=None
+            if reference_logprobs_T is None
+            else torch.where(is_valid_T, reference_logprobs_T, 0.0).detach(),
             loss_mask_T=loss_mask_T,
             positive_mask_T=positive_mask_T,
             cu_seqlens=cu_seqlens,
@@ -96,13 +111,14 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
-    The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL penalty, plus the
-    negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, except
-    extremes (`mrl.metrics.extreme_of`). Values outside the mask have no effect, NaN included.
+    The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL
+    penalty, plus the negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of
+    the batch, and so do metrics, except extremes (`mrl.metrics.extreme_of`). Values outside the mask have no effect,
+    NaN included.
 
-    With top-k or top-p, a logprob of -inf is a token that the trainer's arithmetic excludes and the generator's did not: it is masked, and
-    counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T` with an untruncated reference. `entropy_T`
-    only becomes a metric.
+    With top-k or top-p, a logprob of -inf is a token that the trainer's arithmetic excludes and the generator's did
+    not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`
+    with an untruncated reference. `entropy_T` only becomes a metric.
     """
     segments = tokens.segments
     log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
@@ -139,12 +155,19 @@ def policy_loss(
         }
         sums = {name: values_T[tokens.is_valid_T].sum() for name, values_T in per_token.items()}
         sums |= token_metrics(
-            *(values_T[tokens.is_valid_T] for values_T in (tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T)),
+            *(
+                values_T[tokens.is_valid_T]
+                for values_T in (tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T)
+            ),
             kl_type=config.reference_policy_kl_type,
         )
         sums["outside_truncation_fraction"] = ((tokens.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
         metrics = {name: value / max(size.num_valid_tokens, 1.0) for name, value in sums.items()}
-        metrics |= {LOSS: loss.detach(), "kl_penalty": (weights_T * kl_T).sum(), "positive_nll_loss": positive_nll.detach()}
+        metrics |= {
+            LOSS: loss.detach(),
+            "kl_penalty": (weights_T * kl_T).sum(),
+            "positive_nll_loss": positive_nll.detach(),
+        }
         metrics |= extremes("probs_ratio_{}", ratio_T[tokens.is_valid_T])
         metrics |= extremes("probs_ratio_clamped_{}", clipped_ratio_T[tokens.is_valid_T])
         in_tokens_T, in_sequences_T = (
@@ -159,10 +182,13 @@ def policy_loss(
     return loss, metrics
 
 
-def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic bound (arXiv:1707.06347) with a bound for each side (arXiv:2503.14476), and the tokens clipped.
 
-    With `ratio_clip_c`, the loss of bad tokens is bounded too (arXiv:1912.09729). GSPO is this with ratios of sequences.
+    With `ratio_clip_c`, the loss of bad tokens is bounded too (arXiv:1912.09729). GSPO is this with ratios of
+    sequences.
     """
     surrogate_T, clipped_T = -tokens.advantages_T * ratio_T, -tokens.advantages_T * clipped_ratio_T
     loss_T, is_clipped_T = torch.maximum(surrogate_T, clipped_T), clipped_T > surrogate_T
@@ -187,14 +213,16 @@ def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[
     """`loss_fn.token_loss`, called as the losses above; a ValueError says that it does not return what they do."""
     function = own.find_fitting(path, own.LOSS)
 
-    def token_loss(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    def token_loss(
+        tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig
+    ) -> tuple[Tensor, Tensor]:
         returned = function(tokens=tokens, ratio_T=ratio_T, clipped_ratio_T=clipped_ratio_T, config=config)
         parts = cast("tuple[Tensor, Tensor]", returned if isinstance(returned, tuple) else (returned,))
         if len(parts) != 2 or not all(isinstance(part, Tensor) and part.shape == ratio_T.shape for part in parts):
             shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             raise ValueError(
-                f"loss_fn.token_loss={path} returned {shapes}; return two tensors of shape {tuple(ratio_T.shape)}: each token's loss, and "
-                "whether it is clipped"
+                f"loss_fn.token_loss={path} returned {shapes}; return two tensors of shape {tuple(ratio_T.shape)}: "
+                "each token's loss, and whether it is clipped"
             )
         return parts
 
@@ -204,8 +232,8 @@ def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[
 def kl_term(tokens: Tokens, config: LossConfig) -> Tensor:
     """KL to the reference, [T], with the gradient of its expected value; 0 where the loss has no such term.
 
-    Token weights are 1, with the gradient of the token's probability; with `use_on_policy_kl_approximation` the importance weights
-    policy / generator, because the generator sampled the tokens.
+    Token weights are 1, with the gradient of the token's probability; with `use_on_policy_kl_approximation` the
+    importance weights policy / generator, because the generator sampled the tokens.
     """
     if tokens.reference_logprobs_T is None or config.kl_in_loss == 0:
         return torch.zeros_like(tokens.logprobs_T)
@@ -246,7 +274,10 @@ def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *
     return {
         "gen_kl_error": kl_divergence(generator, old, kl_type=kl_type).sum(),
         "policy_kl_error": kl_divergence(old, generator, kl_type=kl_type).sum(),
-        "js_divergence_error": torch.stack([kl_divergence(mixture, side, kl_type="k3") for side in (old, generator)]).sum() / 2,
+        "js_divergence_error": torch.stack(
+            [kl_divergence(mixture, side, kl_type="k3") for side in (old, generator)]
+        ).sum()
+        / 2,
         "token_mult_prob_error": drift.abs().exp().sum(),
         "mean_abs_dlogp": drift.abs().sum(),
         "probs_ratio": ratios.sum(),

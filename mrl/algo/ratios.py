@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratios, KL estimates, importance weights from logprobs, and sums over sequences. T packed tokens, S sequences a row.
 
-The generator's probabilities differ from the trainer's. The expectation over its tokens needs the weight old / generator
-(arXiv:2410.18252); truncating that weight trades variance for bias.
+The generator's probabilities differ from the trainer's. The expectation over its tokens needs the weight old /
+generator (arXiv:2410.18252); truncating that weight trades variance for bias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Segments:
     def of(cu_seqlens: Tensor, mask_T: Tensor) -> Segments:
         """The segments of a whole row; bounds as in `PackedRow.cu_seqlens`."""
         lengths = cu_seqlens.diff().long()
-        index_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(mask_T))
+        index_T = torch.repeat_interleave(
+            torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(mask_T)
+        )
         counts_S = mask_T.new_zeros(len(lengths)).index_add_(0, index_T, mask_T)
         return Segments(index_T, mask_T, counts_S.clamp(min=1.0))
 
@@ -84,9 +86,10 @@ def kl_divergence(
 ) -> Tensor:
     """Estimate of KL(policy || reference) from the policy's tokens, per token (http://joschu.net/blog/kl-approx.html).
 
-    `sampling_weights_T` multiplies it before `output_clamp`. With weights whose gradient is that of the policy's probability of the token,
-    the gradient is an unbiased estimate of that of the expected value (arXiv:2506.09477); without weights it is that of the value alone,
-    which for k1 is 0 in the mean. Where a clamp takes effect, the gradient is 0.
+    `sampling_weights_T` multiplies it before `output_clamp`. With weights whose gradient is that of the policy's
+    probability of the token, the gradient is an unbiased estimate of that of the expected value (arXiv:2506.09477);
+    without weights it is that of the value alone, which for k1 is 0 in the mean. Where a clamp takes effect, the
+    gradient is 0.
     """
     log_ratio_T = reference_logprobs_T - logprobs_T
     if input_clamp is not None:
@@ -116,15 +119,17 @@ def log_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> 
 def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Weight of each token, and whether it is out of bounds, [T]. `log_ratio_T` is log(old / generator), no gradient.
 
-    One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens. A weight that
-    overflows is 0, unless `max_log_ratio` clamps it.
+    One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens. A
+    weight that overflows is 0, unless `max_log_ratio` clamps it.
     """
     weights_T = correction_weight(log_weights(log_ratio_T, segments, config), config.max_log_ratio)
     if config.truncation is None:
         return weights_T, torch.zeros_like(weights_T, dtype=torch.bool)
     low, high = config.truncated_importance_sampling_ratio_min or 0.0, config.truncated_importance_sampling_ratio
     assert high is not None
-    if config.truncation == "seq-mask-tis":  # masks sequences by the geometric mean of their weights; the others keep their weights
+    if (
+        config.truncation == "seq-mask-tis"
+    ):  # masks sequences by the geometric mean of their weights; the others keep their weights
         mean_S = ratio(segments.mean(log_ratio_T), None)
         is_outside_T = segments.spread((mean_S < low) | (mean_S > high))
     else:
@@ -137,4 +142,7 @@ def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConf
 def extremes(pattern: str, values: Tensor) -> dict[str, Tensor]:
     """The smallest and the largest value, named by `pattern` with min and max in it; infinite without values."""
     infinity = values.new_tensor([torch.inf])
-    return {pattern.format("min"): torch.cat([values, infinity]).min(), pattern.format("max"): torch.cat([values, -infinity]).max()}
+    return {
+        pattern.format("min"): torch.cat([values, infinity]).min(),
+        pattern.format("max"): torch.cat([values, -infinity]).max(),
+    }

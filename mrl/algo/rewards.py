@@ -33,13 +33,17 @@ def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
 def shape(verdict: Verdict, rollout: RolloutInfo, shaping: RewardShapingConfig) -> Verdict:
     """Lowers the reward of a rollout that is too long.
 
-    With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Otherwise DAPO's soft overlong punishment
-    (arXiv:2503.14476, eq. 13) without its cap: nothing up to `max_response_length - overlong_buffer_length` tokens, then in proportion
-    to the tokens beyond.
+    With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Otherwise DAPO's soft
+    overlong punishment (arXiv:2503.14476, eq. 13) without its cap: nothing up to
+    `max_response_length - overlong_buffer_length` tokens, then in proportion to the tokens beyond.
     """
     if shaping.stop_properly_penalty_coef is not None:
         return verdict.adjusted(shaping.stop_properly_penalty_coef) if rollout.finish_reason == "length" else verdict
-    buffer, penalty, longest = shaping.overlong_buffer_length, shaping.overlong_buffer_penalty, shaping.max_response_length
+    buffer, penalty, longest = (
+        shaping.overlong_buffer_length,
+        shaping.overlong_buffer_penalty,
+        shaping.max_response_length,
+    )
     assert buffer is not None and penalty is not None and longest is not None
     excess = max(0, rollout.num_trained - (longest - buffer))
     return verdict.adjusted(1.0, -excess / buffer * penalty)
@@ -48,7 +52,8 @@ def shape(verdict: Verdict, rollout: RolloutInfo, shaping: RewardShapingConfig) 
 def shape_effort(group: RolloutGroup, effort: EffortConfig) -> RolloutGroup:
     """The group with rewards that depend on the length of the last answer, if its question asks for a short one.
 
-    NeMo RL's `_apply_effort_shaping` (nemo_rl/experience/rollouts.py), which comes before the penalties: those stay at 0.
+    NeMo RL's `_apply_effort_shaping` (nemo_rl/experience/rollouts.py), which comes before the penalties: those stay at
+    0.
     """
     if effort.low_weight <= 0 or not effort.low_string or effort.low_string not in group.prompt.text:
         return group
@@ -68,8 +73,13 @@ def scaled(group: RolloutGroup, config: GrpoConfig) -> list[Verdict]:
     scaling = config.reward_scaling
     if not scaling.enabled:
         return list(group.verdicts)
-    parts = [{name: scale_reward(value, scaling) for name, value in verdict.components.items()} for verdict in group.verdicts]
-    return [replace(v, reward=scale_reward(v.reward, scaling), components=own) for v, own in zip(group.verdicts, parts, strict=True)]
+    parts = [
+        {name: scale_reward(value, scaling) for name, value in verdict.components.items()} for verdict in group.verdicts
+    ]
+    return [
+        replace(v, reward=scale_reward(v.reward, scaling), components=own)
+        for v, own in zip(group.verdicts, parts, strict=True)
+    ]
 
 
 def shaped(group: RolloutGroup, config: GrpoConfig) -> list[Verdict]:
@@ -97,7 +107,10 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
     """Counts the rewards of a group outside the source range, which scaling clamps."""
     if not scaling.enabled:
         return 0
-    return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
+    return sum(
+        verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max
+        for verdict in group.verdicts
+    )
 
 
 def is_lone(group: RolloutGroup) -> bool:
@@ -124,5 +137,9 @@ def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
     if config.adv_estimator.name == "gdpo":
         weights = config.adv_estimator.reward_weights
         rows = [[value for _, value in sorted(verdict.components.items())] for verdict in judged]
-        rows = [[v for v, weight in zip(row, weights, strict=False) if weight] for row in rows] if weights is not None else rows
+        rows = (
+            [[v for v, weight in zip(row, weights, strict=False) if weight] for row in rows]
+            if weights is not None
+            else rows
+        )
     return len({tuple(np.float32(value).item() for value in row) for row in rows}) > 1

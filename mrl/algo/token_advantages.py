@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig, LossConfig
 
 
-def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+def sequence_errors(
+    old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor
+) -> Tensor:
     """Mean over each sequence's valid tokens of exp(|old - generator|), [S]; NaN for sequences without a valid token.
 
     Leaves out tokens of logprob -inf, as the loss does: they are outside of the trainer's top_p or top_k.
@@ -33,11 +35,15 @@ def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_m
 def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:
     """Sums and extremes of the errors of this rank's valid sequences, before and after masking, to combine over ranks.
 
-    All arguments have shape [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
+    All arguments have shape [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is
+    a right answer.
     """
     metrics = {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
     for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
-        metrics |= {f"sum_seq_mult_prob_error{suffix}": values.sum(), f"num_seqs{suffix}": values.new_tensor(len(values))}
+        metrics |= {
+            f"sum_seq_mult_prob_error{suffix}": values.sum(),
+            f"num_seqs{suffix}": values.new_tensor(len(values)),
+        }
         metrics |= extremes(f"{{}}_seq_mult_prob_error{suffix}", values)
     return metrics
 
@@ -67,15 +73,20 @@ def token_advantages(
 ) -> list[Tensor]:
     """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
 
-    Subtracts each token's penalty: a KL penalty, or the policy's logprob minus the teacher's. For reinforce_plus_plus, normalises over
-    all rows of the step (see `normalize_over_tokens`). Then sets the `fixed` values (NaN: none), and last applies the config's bounds.
+    Subtracts each token's penalty: a KL penalty, or the policy's logprob minus the teacher's. For reinforce_plus_plus,
+    normalises over all rows of the step (see `normalize_over_tokens`). Then sets the `fixed` values (NaN: none), and
+    last applies the config's bounds.
     """
-    values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
+    values = [
+        torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)
+    ]
     if penalties is not None:
         values = [advantages_T - penalty_T for advantages_T, penalty_T in zip(values, penalties, strict=True)]
     if config.adv_estimator.name == "reinforce_plus_plus":
         values = normalize_over_tokens(values, list(masks), add_over_ranks)
-    values = [torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)]
+    values = [
+        torch.where(fixed_T.isnan(), advantages_T, fixed_T) for advantages_T, fixed_T in zip(values, fixed, strict=True)
+    ]
     if config.advantage_clip_low is not None or config.advantage_clip_high is not None:
         values = [advantages_T.clamp(config.advantage_clip_low, config.advantage_clip_high) for advantages_T in values]
     return [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(values, masks, strict=True)]

@@ -30,15 +30,18 @@ NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 512, 16
 def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     """Compares trainer and first engine, which hold equal weights and may sample, on a few tokens; the figures as text.
 
-    One prompt is as long as the run allows: only there windows and scaled positions show. Requests have the ids and seeds of epoch 0,
-    and all end before training asks. The refit that follows drops what is cached of them.
+    One prompt is as long as the run allows: only there windows and scaled positions show. Requests have the ids and
+    seeds of epoch 0, and all end before training asks. The refit that follows drops what is cached of them.
 
     Raises:
         Disagreement: the figures, the limit and the likely causes.
     """
     config, engines = session.config, session.engines
     length = min(MAX_PROMPT_TOKENS, config.policy.generation.vllm_cfg.max_model_len // 2)
-    first = [replace(prompts[index], token_ids=prompts[index].token_ids[:length]) for index in range(min(NUM_PROMPTS, len(prompts)))]
+    first = [
+        replace(prompts[index], token_ids=prompts[index].token_ids[:length])
+        for index in range(min(NUM_PROMPTS, len(prompts)))
+    ]
     asked = requests(config, [*first, long_prompt(config, prompts, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
     (rollouts,) = engines.apply(sample, asked, deadline_s=config.deadlines.generate_s, only=[0])
     with session.without_cache(session.policies.start_s):
@@ -57,7 +60,9 @@ def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
 
 def compared_precision(config: RunConfig) -> str:
     """The precision that limits how well trainer and engines agree: the coarser of the two."""
-    return max((config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name])
+    return max(
+        (config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name]
+    )
 
 
 def long_prompt(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> Prompt:
@@ -67,7 +72,9 @@ def long_prompt(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: in
     length = max(longest - min(policy.generation.max_new_tokens, max_new_tokens), 1)
     # Not one prompt again and again: what a window hides could be copied from within it.
     tokens = itertools.chain.from_iterable(prompts[index % len(prompts)].token_ids for index in itertools.count())
-    return replace(prompts[0], prompt_id=f"{prompts[0].prompt_id}, long", token_ids=tuple(itertools.islice(tokens, length)))
+    return replace(
+        prompts[0], prompt_id=f"{prompts[0].prompt_id}, long", token_ids=tuple(itertools.islice(tokens, length))
+    )
 
 
 def requests(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> list[RolloutRequest]:
@@ -76,7 +83,14 @@ def requests(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) 
     length = min(generation.max_new_tokens, max_new_tokens)
     sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, length, stop_token_ids=())
     return [
-        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.rollouts.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
+        RolloutRequest(
+            prompt.prompt_id,
+            0,
+            0,
+            request_seed(config.rollouts.seed, 0, prompt.prompt_id, 0),
+            prompt.token_ids,
+            sampling,
+        )
         for prompt in prompts
     ]
 
@@ -93,9 +107,16 @@ def sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:
 def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig) -> list[np.ndarray]:
     """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
     policy = config.policy
-    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
+    lengths = [
+        padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple)
+        for rollout in rollouts
+    ]
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": policies.pad_token_id}
+    sizes = {
+        "divisible_by": policy.row_multiple,
+        "sequence_multiple": policy.sequence_multiple,
+        "pad_token_id": policies.pad_token_id,
+    }
     plan = first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
     sequences = [TrainSequence(RolloutInfo.of(rollout, rollout), advantage=0.0, is_valid=True) for rollout in rollouts]
     rows = [pack_row({index: sequences[index] for index in row}, **sizes) for row in plan]

@@ -39,7 +39,8 @@ class _Actor(Generic[Q, A]):
 class RequestBook(Generic[Q, A]):
     """Requests, each given to the actor with the fewest until answered, however often it dies. Lives in the event loop.
 
-    A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started again.
+    A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started
+    again.
     """
 
     def __init__(
@@ -81,7 +82,14 @@ class RequestBook(Generic[Q, A]):
 
     def missing(self) -> str:
         """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
-        first = next((f"{next(iter(actor.owed))} of {self.kind} {index}" for index, actor in enumerate(self._actors) if actor.owed), "none")
+        first = next(
+            (
+                f"{next(iter(actor.owed))} of {self.kind} {index}"
+                for index, actor in enumerate(self._actors)
+                if actor.owed
+            ),
+            "none",
+        )
         return f"{self.num_unfinished} rollouts ({first} and others)"
 
     async def ask(self, request_id: str, request: Q) -> A:

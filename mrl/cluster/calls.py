@@ -41,8 +41,12 @@ Key = TypeVar("Key")
 
 LOSSES = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 """Ray's errors for the death of a process."""
-# Reducing what a node holds is the way out, not Ray's threshold: beyond it the kernel kills, and not always the right process.
-SHORT_OF_MEMORY = "Ray's memory monitor killed it, as its node is short of memory (fewer slots or engines a node, or more memory, help)"
+# Reducing what a node holds is the way out, not Ray's threshold: beyond it the kernel kills, and not always the right
+# process.
+SHORT_OF_MEMORY = (
+    "Ray's memory monitor killed it, as its node is short of memory (fewer slots or engines a node, "
+    "or more memory, help)"
+)
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
 FETCH_TIMEOUT_S = 60.0
 # Answers that arrive within so long of each other are taken together: each wait looks at every call that is under way.
@@ -55,7 +59,11 @@ def dead_daemons() -> str:
     """Dead daemons of Ray, among those that this process started and the head's, for a message; "" if none is dead."""
     node = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]  no public call says it
     found = node.dead_processes() if node is not None else []
-    dead = [f"{kind} (process {process.pid}, exit code {process.returncode})" for kind, process in found if kind in hangs.RAY_PROCESSES]
+    dead = [
+        f"{kind} (process {process.pid}, exit code {process.returncode})"
+        for kind, process in found
+        if kind in hangs.RAY_PROCESSES
+    ]
     return f"Ray's {' and '.join(dead)} died" if dead else dead_head()
 
 
@@ -103,10 +111,16 @@ class Actors(Generic[V]):
         return ActorName(self.kind, index)
 
     def call(
-        self, verb: Callable[[V, *Ts], T], *arguments: *Ts, deadline_s: float | None = None, only: Sequence[int] | None = None
+        self,
+        verb: Callable[[V, *Ts], T],
+        *arguments: *Ts,
+        deadline_s: float | None = None,
+        only: Sequence[int] | None = None,
     ) -> dict[int, T]:
         """Calls `verb` on every actor, or on those of `only`, and waits for all of them; answers by index."""
-        return self.call_each(verb, dict.fromkeys(range(len(self.handles)) if only is None else only, arguments), deadline_s=deadline_s)
+        return self.call_each(
+            verb, dict.fromkeys(range(len(self.handles)) if only is None else only, arguments), deadline_s=deadline_s
+        )
 
     def call_each(
         self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]], *, deadline_s: float | None = None
@@ -114,21 +128,34 @@ class Actors(Generic[V]):
         """Calls `verb` with different arguments for each actor, and waits for all of them; answers by index."""
         return self.wait(self.start(verb, arguments), deadline_s=deadline_s, what=verb.__name__)
 
-    def start(self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
+    def start(
+        self, verb: Callable[[V, *Ts], T], arguments: Mapping[int, tuple[*Ts]]
+    ) -> dict[ActorName, ray.ObjectRef[T]]:
         """Calls `verb` with different arguments for each actor; does not wait."""
-        return {self.name(index): self.handles[index].call.remote(*self.target, verb.__name__, *mine) for index, mine in arguments.items()}
+        return {
+            self.name(index): self.handles[index].call.remote(*self.target, verb.__name__, *mine)
+            for index, mine in arguments.items()
+        }
 
-    def wait(self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str) -> dict[int, T]:
+    def wait(
+        self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str
+    ) -> dict[int, T]:
         """Waits for calls to some of these actors; answers by index."""
         answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what)
         return {name.index: answer for name, answer in answers.items()}
 
     def apply(
-        self, function: Callable[..., T], *arguments: object, deadline_s: float | None = None, only: Sequence[int] | None = None
+        self,
+        function: Callable[..., T],
+        *arguments: object,
+        deadline_s: float | None = None,
+        only: Sequence[int] | None = None,
     ) -> list[T]:
         """`function(object, *arguments)` in every actor's process, or in those of `only`; answers by index."""
         asked = range(len(self.handles)) if only is None else only
-        pending = {self.name(index): self.handles[index].apply.remote(*self.target, function, *arguments) for index in asked}
+        pending = {
+            self.name(index): self.handles[index].apply.remote(*self.target, function, *arguments) for index in asked
+        }
         return list(self.wait(pending, deadline_s=deadline_s, what="apply").values())
 
 
@@ -142,8 +169,8 @@ def wait_all(
 ) -> dict[Key, T]:
     """Waits for all calls; answers by key.
 
-    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is called before an
-    error's cause is looked for.
+    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is
+    called before an error's cause is looked for.
 
     Raises:
         ActorLost, DeadlineExceeded: as soon as it happens.
@@ -183,8 +210,8 @@ def wait_all(
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
     """The error to report for `error`: a death among `pending` actors, whose peers only lost connection, else `error`.
 
-    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give no answer at all,
-    a DeadlineExceeded with their names.
+    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give
+    no answer at all, a DeadlineExceeded with their names.
     """
     if isinstance(error, ActorLost | NoCluster):
         return error
@@ -245,12 +272,20 @@ def translated(actor: object, what: str) -> Iterator[None]:
             raise NoCluster(f"{lost}, and all actors there with it; {actor} gave no answer to {what}") from error
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        raise ActorLost(actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason) from error
+        raise ActorLost(
+            actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason
+        ) from error
     except GetTimeoutError as error:
-        raise DeadlineExceeded(f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
+        raise DeadlineExceeded(
+            f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s"
+        ) from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        kind = ValueError if isinstance(cause, ValueError) else Aftermath if isinstance(cause, GivenUp) else RuntimeError
+        kind = (
+            ValueError if isinstance(cause, ValueError) else Aftermath if isinstance(cause, GivenUp) else RuntimeError
+        )
         raise kind(f"{actor} failed in {what}: {cause}{way_out(cause)}") from error
     except RayError as error:
-        raise RuntimeError(f"the answer of {actor} to {what} is lost: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise RuntimeError(
+            f"the answer of {actor} to {what} is lost: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries what a run's processes write from the local disk to the run folder, so that none waits for its file system.
 
-A process writes to a file of `outbox`, and a link next to it says where that belongs. The carrier is a child of the run's reaper: it
-outlives driver and actors, so that their last words arrive, and it removes the folder of the run. Standard library only.
+A process writes to a file of `outbox`, and a link next to it says where that belongs. The carrier is a child of the
+run's reaper: it outlives driver and actors, so that their last words arrive, and it removes the folder of the run.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Carrier:
             except OSError as error:
                 if name not in self._failed:
                     self._failed.add(name)
-                    print(f"{target} cannot be written, and waits on the local disk: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"{target} cannot be written, and waits on the local disk: {error}", file=sys.stderr, flush=True
+                    )
 
     def _carry(self, name: str, target: Path) -> None:
         local = self._outbox / name
@@ -66,7 +69,9 @@ class Carrier:
             while piece := source.read(MAX_BYTES):
                 self._offsets[name] = offset = offset + sink.write(piece)
                 source.seek(offset)
-            ctypes.CDLL(None).fallocate(source.fileno(), KEEP_SIZE | PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(offset))
+            ctypes.CDLL(None).fallocate(
+                source.fileno(), KEEP_SIZE | PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(offset)
+            )
 
 
 def start_carrier(folder: Path) -> tuple[int, int]:
@@ -92,6 +97,10 @@ def end_carrier(pid: int, stays_open: int) -> None:
     end = time.monotonic() + CARRY_TIMEOUT_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:
-            print("The run folder does not answer; the last lines of the actors' logs follow when it does.", file=sys.stderr, flush=True)
+            print(
+                "The run folder does not answer; the last lines of the actors' logs follow when it does.",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         time.sleep(0.02)

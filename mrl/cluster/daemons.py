@@ -78,7 +78,14 @@ def needs(store_bytes: int, *, on_gpus: bool) -> tuple[Need, ...]:
     data, mapped = (resource.RLIM_INFINITY,) * 2 if on_gpus else (1536 * MIB, 3584 * MIB)
     return (
         Need("f", "fsize", resource.RLIMIT_FSIZE, 1024, store_bytes + MIB, files),
-        Need("n", "nofile", resource.RLIMIT_NOFILE, 1, 128, "Ray's daemons and Gloo keep that many files and sockets open"),
+        Need(
+            "n",
+            "nofile",
+            resource.RLIMIT_NOFILE,
+            1,
+            128,
+            "Ray's daemons and Gloo keep that many files and sockets open",
+        ),
         Need("v", "as", resource.RLIMIT_AS, 1024, mapped, memory),
         Need("d", "data", resource.RLIMIT_DATA, 1024, data, memory),
     )
@@ -115,7 +122,9 @@ HARMS = (
 """Variables that Python reads in every process of a run. Others were tried, and do no harm."""
 
 
-def find_obstacles(*, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES, on_gpus: bool = False) -> list[Obstacle]:
+def find_obstacles(
+    *, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES, on_gpus: bool = False
+) -> list[Obstacle]:
     """Everything on this host that keeps Ray's daemons, or a run of so many slots, from starting."""
     found = [obstacle for need in needs(store_bytes, on_gpus=on_gpus) if (obstacle := _too_low(need))]
     for harm in HARMS:
@@ -124,11 +133,16 @@ def find_obstacles(*, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES,
     free, wanted = free_threads()[0], THREADS + THREADS_PER_SLOT * num_slots
     if free is not None and free < wanted:
         reason = f"the driver, Ray and {num_slots} slot{'s' * (num_slots > 1)} take {wanted:,} and more"
-        way_out = "raise it, or end other processes of this user or container; docker run --pids-limit, a pod's limit of processes"
+        way_out = (
+            "raise it, or end other processes of this user or container; docker run --pids-limit, a pod's "
+            "limit of processes"
+        )
         found.append(Obstacle(f"limit of processes (ulimit -u, pids.max) leaves {free:,} threads", reason, way_out))
     if error := _loopback_error():
         way_out = "as root: ip link set lo up; else start the container or namespace with a loopback interface"
-        found.append(Obstacle(f"127.0.0.1 does not answer ({error})", "Ray's processes talk to each other there", way_out))
+        found.append(
+            Obstacle(f"127.0.0.1 does not answer ({error})", "Ray's processes talk to each other there", way_out)
+        )
     return found
 
 
@@ -137,7 +151,9 @@ def obstacles_of(config: RunConfig) -> list[str]:
     if config.cluster.num_nodes > 1:
         return []
     store_bytes, on_gpus = OBJECT_STORE_BYTES + config.teacher_bytes, config.cluster.gpus_per_node > 0
-    return [str(found) for found in find_obstacles(num_slots=config.num_slots, store_bytes=store_bytes, on_gpus=on_gpus)]
+    return [
+        str(found) for found in find_obstacles(num_slots=config.num_slots, store_bytes=store_bytes, on_gpus=on_gpus)
+    ]
 
 
 def _too_low(need: Need) -> Obstacle | None:
@@ -147,7 +163,10 @@ def _too_low(need: Need) -> Obstacle | None:
     if limit == resource.RLIM_INFINITY or need.least != resource.RLIM_INFINITY and limit >= need.least:
         return None
     least = "unlimited" if need.least == resource.RLIM_INFINITY else str(-(-need.least // need.unit))
-    way_out = f"ulimit -{need.option} {least}, or {need.name} in /etc/security/limits.conf, or of the service that starts the job"
+    way_out = (
+        f"ulimit -{need.option} {least}, or {need.name} in /etc/security/limits.conf, or of the service that "
+        "starts the job"
+    )
     return Obstacle(f"ulimit -{need.option} is {limit // need.unit}, and {least} is needed", need.reason, way_out)
 
 
@@ -165,7 +184,8 @@ def _loopback_error() -> str:
 
 
 def last_words(folder: Path) -> str:
-    """The last errors in the logs of Ray's daemons, and the signals that ended them, for a message; "" if there are none.
+    """The last errors in the logs of Ray's daemons, and the signals that ended them, for a message; "" if there are
+    none.
 
     `folder` is the one that Ray was told to use.
     """

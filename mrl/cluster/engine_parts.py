@@ -72,7 +72,9 @@ class EngineParts:
         self.nodes = EngineNodes(len(parts) + 1, 0, address, port)
         limit = timedelta(seconds=start_deadline(config).seconds)
         # vLLM's first worker would listen at the port itself, long after it was found free.
-        self._store = TCPStore(address, port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach())
+        self._store = TCPStore(
+            address, port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach()
+        )
         self._actors: list[ActorHandle[EnginePartActor]] = []
         for rank, part in enumerate(parts, start=1):
             nodes = EngineNodes(self.nodes.count, rank, self.nodes.address, self.nodes.port)
@@ -109,5 +111,7 @@ def engine_settings(config: RunConfig) -> dict:
         config=generation,
         seed=config.rollouts.seed,
         keeps_routes=config.policy.router_replay.enabled,
-        tokenizer=config.policy.tokenizer.name if generation.stop_strings or generation.vllm_cfg.expose_http_server else None,
+        tokenizer=config.policy.tokenizer.name
+        if generation.stop_strings or generation.vllm_cfg.expose_http_server
+        else None,
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout engines as Ray actors, driven step by step, and the driver's handle on them.
 
-An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished requests again.
+An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished
+requests again.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
+# A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls
+# cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
 
 
 Polled = tuple[list[RolloutInfo], float]
-"""Result of one poll of an engine: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
+"""Result of one poll of an engine: the rollouts that it finished, and the seconds in which it had a rollout
+to work on.
+"""
 
 
 class EngineActor:
@@ -58,7 +62,9 @@ class EngineActor:
         start_actor_process(log_file, secrets)
         self._secrets = secrets
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str) -> str | None:
+    def build(
+        self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str
+    ) -> str | None:
         """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights.
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
@@ -98,7 +104,9 @@ class EngineActor:
         from mrl.rollout.http_server import start_server
 
         self._self = ray.get_runtime_context().current_actor
-        return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
+        return start_server(
+            self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon
+        )
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests, steps the engine up to `budget_s`; what finished: metadata, packed payload (same order)."""
@@ -107,7 +115,9 @@ class EngineActor:
         finished, self._finished_between = self._finished_between, []
         if self.engine.num_unfinished:
             spans.begin("generate", "generate")
-            while self.engine.num_unfinished and time.monotonic() < start + (min(budget_s, MIN_POLL_S) if finished else budget_s):
+            while self.engine.num_unfinished and time.monotonic() < start + (
+                min(budget_s, MIN_POLL_S) if finished else budget_s
+            ):
                 finished += self.engine.step()
             if self.engine.num_unfinished:
                 spans.stretch("generate", start)
@@ -210,7 +220,11 @@ class EngineGroup(Actors[EngineVerbs]):
         for index, base_url in base_urls.items():
             self.base_urls[index] = str(base_url)
         self.publish()
-        logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self.base_urls), self.log_folder / FILE_NAME)
+        logger.info(
+            "HTTP servers of the engines: %s; the key stands in %s",
+            ", ".join(self.base_urls),
+            self.log_folder / FILE_NAME,
+        )
         self.on_addresses()
 
     def publish(self) -> None:
@@ -223,7 +237,10 @@ class EngineGroup(Actors[EngineVerbs]):
         polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
         finished, busy_s = await answered(polled, actor=self.name(index), what="generation")
         self.busy_s += busy_s
-        return {info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place)) for place, info in enumerate(finished)}
+        return {
+            info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
+            for place, info in enumerate(finished)
+        }
 
     def _lose(self, index: int, lost: ActorLost) -> None:
         logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start of actors' processes: environment variables, from the config and mrl's own shell, their log file, and caches.
 
-Folders of compiled code of torch, Triton and vLLM are run as they are found, so nobody else may write to them. torch's own choice is a
-folder of the temporary folder whose name anybody can guess, and make first.
+Folders of compiled code of torch, Triton and vLLM are run as they are found, so nobody else may write to them. torch's
+own choice is a folder of the temporary folder whose name anybody can guess, and make first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 SIGNS = "MRL_SIGNS"
 _NUMBERED = {"rewards": "reward-actor-0", "gateway": "gateway-0"}
 """Log files that carry no number: how signs of life name the actor, as waits for it do."""
-"""Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of life."""
+"""Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of
+life.
+"""
 
 
 def signs_folder(name: str) -> Path:
@@ -53,8 +55,8 @@ def signs_folder(name: str) -> Path:
 def importing() -> Iterator[None]:
     """Span of an actor's imports, during which Python does not look for garbage.
 
-    vLLM and Megatron bring 300,000 objects that live as long as the process. Looking through them again and again takes a quarter of the
-    imports, and a second of vLLM's own start; so they are left out of later collections, too.
+    vLLM and Megatron bring 300,000 objects that live as long as the process. Looking through them again and again takes
+    a quarter of the imports, and a second of vLLM's own start; so they are left out of later collections, too.
     """
     gc.disable()
     try:
@@ -68,8 +70,8 @@ def importing() -> Iterator[None]:
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
     """First call of every actor: ties its life to its parent's, sends stdout and stderr to `log_file`, spans beside it.
 
-    On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
-    because Ray writes those of an actor's options to its own logs.
+    On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment
+    variables here, because Ray writes those of an actor's options to its own logs.
     """
     die_with_parent()
     shield_process(passes_on=True)
@@ -96,7 +98,8 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
 
 def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Variables that a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
-    # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
+    # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with
+    # TP or SP on GPUs.
     has_gpu = config.cluster.gpus_per_node > 0
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **device_variables(has_gpu=has_gpu), **_within_the_node(config)}
     if has_gpu:
@@ -128,7 +131,8 @@ def _within_the_node(config: RunConfig) -> dict[str, str]:
 def own_temporary_folder() -> Scratch:
     """Makes a folder on this node that takes the temporary files of this process and its children, and goes with them.
 
-    For engines of runs of several nodes: other nodes than the driver's have no session folder for the file in which vLLM's workers meet.
+    For engines of runs of several nodes: other nodes than the driver's have no session folder for the file in which
+    vLLM's workers meet.
     """
     remove_abandoned()
     scratch = Scratch()
@@ -145,7 +149,8 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
         settings = env.with_expandable_segments(inherited, expandable_segments)
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
-    # Transformer Engine names functions of a later cuBLAS, and calls them only with that one: a loader that binds at once would fail.
+    # Transformer Engine names functions of a later cuBLAS, and calls them only with that one: a loader that binds at
+    # once would fail.
     own = {**dict.fromkeys(names, settings), **env.KEPT_TIMINGS, "LD_BIND_NOW": "", **_cudnn_of_torch()}
     return own | (env.FULL_FLOAT32 if precision == "float32" else {})
 
@@ -153,8 +158,8 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
 def _cudnn_of_torch() -> dict[str, str]:
     """Variables with which a process loads no other cuDNN than the one that torch brings.
 
-    cuDNN opens its own parts by name, and Transformer Engine looks into the system's folders first. Parts of two versions end the process
-    with an undefined symbol, or compute with the older one.
+    cuDNN opens its own parts by name, and Transformer Engine looks into the system's folders first. Parts of two
+    versions end the process with an undefined symbol, or compute with the older one.
     """
     found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     if found is None or not found.submodule_search_locations:
@@ -167,8 +172,9 @@ def _cudnn_of_torch() -> dict[str, str]:
 @cache
 def _log_change(processes: str, inherited: str, settings: str) -> None:
     logger.info(
-        "torch's allocator is set to %s in this shell; %s get %s, because policy ranks need expandable segments and engines cannot "
-        "use them (PYTORCH_ALLOC_CONF in env_vars of policy.megatron_cfg or policy.generation.vllm_cfg overrules this)",
+        "torch's allocator is set to %s in this shell; %s get %s, because policy ranks need expandable segments "
+        "and engines cannot use them (PYTORCH_ALLOC_CONF in env_vars of policy.megatron_cfg or "
+        "policy.generation.vllm_cfg overrules this)",
         inherited,
         processes,
         settings,
@@ -182,7 +188,8 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLL
 def keep_caches_private() -> str:
     """Sets this process's variables, makes their folder, the first of `env.compiled_folders` nobody else may write to.
 
-    Kept from run to run, because models of vLLM take minutes to compile. Returns a warning if it is not the preferred one.
+    Kept from run to run, because models of vLLM take minutes to compile. Returns a warning if it is not the preferred
+    one.
     """
     faults = []
     for folder in env.compiled_folders():
@@ -201,7 +208,11 @@ def keep_caches_private() -> str:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(root / name))
-    return f"{'; '.join(faults)}; this process compiles into {root} ({env.MRL_COMPILED.name} names another)" if faults else ""
+    return (
+        f"{'; '.join(faults)}; this process compiles into {root} ({env.MRL_COMPILED.name} names another)"
+        if faults
+        else ""
+    )
 
 
 def find_writable_by_others(folder: Path) -> Path | None:
@@ -209,7 +220,9 @@ def find_writable_by_others(folder: Path) -> Path | None:
     for place in (folder, *folder.parents):
         found = place.lstat()
         # Of a folder with the sticky bit, others rename only what is theirs.
-        is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and (place == folder or not found.st_mode & stat.S_ISVTX)
+        is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and (
+            place == folder or not found.st_mode & stat.S_ISVTX
+        )
         if is_open or found.st_uid not in (0, os.getuid()) or (place == folder and found.st_uid != os.getuid()):
             return place
     return None

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OUT_OF_MEMORY = (
-    "; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU, or policy.generation.vllm_cfg.max_num_seqs; "
-    "in training lower policy.sequence_packing.train_mb_tokens or policy.train_micro_batch_size, "
-    "or set policy.megatron_cfg.activation_checkpointing=true"
+    "; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU, or "
+    "policy.generation.vllm_cfg.max_num_seqs; in training lower policy.sequence_packing.train_mb_tokens or "
+    "policy.train_micro_batch_size, or set policy.megatron_cfg.activation_checkpointing=true"
 )
 BROKEN_NETWORK = (
     "; the ranks do not reach each other: python -m mrl.doctor looks at every node's interfaces and fabric "

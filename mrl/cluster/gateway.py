@@ -79,7 +79,8 @@ class Progress:
 class AgentRuns:
     """Rollouts of agents under way, and those that have ended. For the gateway's event loop.
 
-    Apart from the actor: Ray would run one with coroutines in an event loop of its own, during which no signal is handled.
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, during which no signal is
+    handled.
     """
 
     def __init__(self, runner: AgentRunner) -> None:
@@ -126,8 +127,18 @@ class GatewayActor:
         url = f"http://{host}:{listener.getsockname()[1]}"
 
         async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
-            max_model_len, gym_key, timeout_s = generation.vllm_cfg.max_model_len, section.nemo_gym.policy_api_key, section.agent_timeout_s
-            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=max_model_len, gym_key=gym_key, timeout_s=timeout_s)
+            max_model_len, gym_key, timeout_s = (
+                generation.vllm_cfg.max_model_len,
+                section.nemo_gym.policy_api_key,
+                section.agent_timeout_s,
+            )
+            gateway = Gateway(
+                EngineServers(engine_key),
+                api_key=api_key,
+                max_model_len=max_model_len,
+                gym_key=gym_key,
+                timeout_s=timeout_s,
+            )
             gateway.engines.set_addresses(base_urls)
             masks_flagged = section.should_mask_flagged_samples
             runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
@@ -138,7 +149,9 @@ class GatewayActor:
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             if section.has_gym_servers:
                 folder = self.log_file.parent / "nemo_gym"
-                runner.gym = await reach_gym(section.nemo_gym, gateway_url=url, key=gateway.gym_key, host=host, folder=folder)
+                runner.gym = await reach_gym(
+                    section.nemo_gym, gateway_url=url, key=gateway.gym_key, host=host, folder=folder
+                )
             await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
             return AgentRuns(runner), serving
 
@@ -170,7 +183,9 @@ class AgentGateway(Actors[GatewayActor]):
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
         self.url: str | None = None
-        self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, num_calls=2)
+        self.book = RequestBook[AgentTask, EndedRollout](
+            GATEWAY, 1, self._run, self._restart, news=self.news, num_calls=2
+        )
         self._starting: ray.ObjectRef[str] | None = None
         self._waiting: set[str] = set()
         """Agents that have been said to be waited for."""
@@ -188,7 +203,10 @@ class AgentGateway(Actors[GatewayActor]):
         self.url = urls[0]
         self.engines.gateway = f"{self.url}/v1", self.api_key
         self.engines.publish()
-        names = [*sorted(self.config.env.agents), *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else [])]
+        names = [
+            *sorted(self.config.env.agents),
+            *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else []),
+        ]
         logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(names))
 
     def does(self, env_name: str) -> bool:
@@ -220,13 +238,17 @@ class AgentGateway(Actors[GatewayActor]):
         for place in progress.blocked.keys() - self._blocked:
             self._blocked.add(place)
             way_out = "await what takes long, or call it by asyncio.to_thread"
-            logger.warning("Agent %s blocks all agents of its process: %s; %s", progress.blocked[place], safe_text(place), way_out)
+            logger.warning(
+                "Agent %s blocks all agents of its process: %s; %s", progress.blocked[place], safe_text(place), way_out
+            )
         # While no engine is asked, agents work or are waited for, each until its own deadline: the run does not hang.
         if progress.num_answered or progress.ended or not progress.num_asked:
             self.news.tell(GENERATION)
         ended, place = dict[str, EndedRollout](), 0
         for request_id, (infos, verdict, engines) in progress.ended.items():
-            found = [dataclasses.replace(info, payload=PayloadRef(payload, place + at)) for at, info in enumerate(infos)]
+            found = [
+                dataclasses.replace(info, payload=PayloadRef(payload, place + at)) for at, info in enumerate(infos)
+            ]
             place += len(infos)
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
         return ended
@@ -250,7 +272,9 @@ class AgentGateway(Actors[GatewayActor]):
         options = {**self.placement.options(self.placement.first_slots[0], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(GatewayActor, options, self.config, self._log_file)
         port = None if self.url is None else int(self.url.rpartition(":")[2])
-        self._starting = ask(actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls))
+        self._starting = ask(
+            actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls)
+        )
         return actor
 
     @property
@@ -271,14 +295,18 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
         first,
         weight_version=min(one.weight_version for one in sequences),
         # One that has versions of its own mixes them with those of the others.
-        num_weight_versions=max(*(one.num_weight_versions for one in sequences), len({one.weight_version for one in sequences})),
+        num_weight_versions=max(
+            *(one.num_weight_versions for one in sequences), len({one.weight_version for one in sequences})
+        ),
         num_turns=sum(one.num_turns for one in sequences),
         finish_reason="length" if any(one.finish_reason == "length" for one in sequences) else first.finish_reason,
         further=tuple(dataclasses.replace(one, place=place) for place, one in enumerate(others, 1)),
     )
 
 
-def start_gateway(config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> AgentGateway | None:
+def start_gateway(
+    config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path
+) -> AgentGateway | None:
     """The gateway, once the engines are up, if the config names agents."""
     if not config.env.has_agents:
         return None

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from conversion.texts import listed
 
-# A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay below.
+# A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay
+# below.
 MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
 PATIENCE = 2.0
 DRIVER = "driver"
@@ -102,12 +103,19 @@ class HangJudge:
             self._note(now, reading)
         self._tracks = {reading.key: self._tracks[reading.key] for reading in readings}
         self._last = list(readings)
-        self.moved_at = max([now if self.moved_at is None else self.moved_at, *(track.moved_at for track in self._tracks.values())])
+        self.moved_at = max(
+            [now if self.moved_at is None else self.moved_at, *(track.moved_at for track in self._tracks.values())]
+        )
         self._learn(now, waits)
         text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {listed(wait.who())}" for wait in waits)
         if stuck := tuple((reading, reason) for reading in readings if (reason := self._stuck(now, reading))):
             return Hang(stuck, text, now - self.moved_at, is_hang=True)
-        silent = [reading for wait in waits if now - wait.since >= self._patience(wait) for reading in self._silent(now, wait.who())]
+        silent = [
+            reading
+            for wait in waits
+            if now - wait.since >= self._patience(wait)
+            for reading in self._silent(now, wait.who())
+        ]
         if not waits and now - self.moved_at >= self._notice_s:
             silent = self._silent(now, [DRIVER])
         if not silent:
@@ -121,7 +129,9 @@ class HangJudge:
 
     def blame(self, names: Collection[str]) -> list[tuple[ProcessReading, str]]:
         """Processes of `names` and Ray that could not answer at the last reading: stopped, or stuck in the kernel."""
-        found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
+        found = [
+            reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT
+        ]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
     def _note(self, now: float, reading: ProcessReading) -> None:
@@ -154,7 +164,9 @@ class HangJudge:
     def _stuck(self, now: float | None, reading: ProcessReading) -> str:
         """Reason why a process is stuck; "" if it is not, or for less than `notice_s`, or for one reading only."""
         track = self._tracks[reading.key]
-        if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
+        if track.stuck_at is None or (
+            track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s
+        ):
             return ""
         if reading.state in STOPPED:
             return f"is stopped (state {reading.state}: SIGSTOP, or a debugger)"
@@ -163,7 +175,9 @@ class HangJudge:
         return "is stuck in the kernel (state D: a file system or device does not answer)"
 
     def _is_busy(self, reading: ProcessReading) -> bool:
-        (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (self._tracks[reading.key].samples[place] for place in (0, -1))
+        (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (
+            self._tracks[reading.key].samples[place] for place in (0, -1)
+        )
         enough = MIN_CORE_SHARE * (last - first), MIN_IO_BYTES_PER_S * (last - first)
         return reading.state == "R" or last_cpu_s - cpu_s > enough[0] or last_io_bytes - io_bytes > enough[1]
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """End of a run's processes: none survives its parent, and nothing of a run is left on its host.
 
-`python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and
-removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver by up to a minute. Needs the standard
-library only, because the reaper must start in milliseconds and lives as long as the run.
+`python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every
+process of the run and removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver
+by up to a minute. Needs the standard library only, because the reaper must start in milliseconds and lives as long as
+the run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from mrl.signals import MARK
 # After a clean shutdown processes are about to leave by themselves.
 GRACE_S = 1.0
 SWEEP_INTERVAL_S = 0.1
-# A process that is being killed may have started another one meanwhile, which cannot be read while it changes its program:
-# only after this many sweeps in a row that found nothing is nothing left.
+# A process that is being killed may have started another one meanwhile, which cannot be read while it changes its
+# program: only after this many sweeps in a row that found nothing is nothing left.
 QUIET_SWEEPS = 3
 # A process in state D, as on a file system that hangs, dies when that answers. Nobody waits for it longer.
 SWEEP_LIMIT_S = 20.0
@@ -44,11 +45,15 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     """Starts the reaper of all processes this one starts from now on. Acts when this one closes its stdin or dies."""
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     os.environ[MARK] = str(folder)
-    # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the mark.
+    # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the
+    # mark.
     os.environ["SPT_NOENV"] = "1"
     # A session of its own: no signal to the driver's group must end it.
     return subprocess.Popen(
-        [sys.executable, "-m", "mrl.cluster.lifetime", str(folder)], stdin=subprocess.PIPE, env=environment, start_new_session=True
+        [sys.executable, "-m", "mrl.cluster.lifetime", str(folder)],
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -96,7 +101,9 @@ def read_capacity(cgroup: Path = Path("/sys/fs/cgroup")) -> Capacity:
     free = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     free_bytes = int(free[1]) * 1024 if free else 0
     with suppress(OSError, ValueError):  # no limit: the files are missing, or say "max"
-        free_bytes = min(free_bytes, int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+        free_bytes = min(
+            free_bytes, int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        )
     return Capacity(len(os.sched_getaffinity(0)), os.getloadavg()[0], free_bytes)
 
 

@@ -32,7 +32,8 @@ class Lookout:
     def __init__(self, name: str) -> None:
         die_with_parent()
         self._folder = signs_folder(name)
-        # Removes the folder when this process ends, in whatever way: no child of it, as Ray kills the children of its workers.
+        # Removes the folder when this process ends, in whatever way: no child of it, as Ray kills the children of its
+        # workers.
         command = ["sh", "-c", 'exec 3<&0; { cat <&3 >/dev/null; rm -rf "$0"; } &', str(self._folder)]
         self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._cleaner.wait(ANSWER_TIMEOUT_S)
@@ -54,7 +55,10 @@ class Lookouts:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._actors: dict[str, ActorHandle[Lookout]] = {}
         for number, node in enumerate(nodes):
-            options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)}
+            options = {
+                "num_cpus": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False),
+            }
             self._actors[f"node {number} ({node['NodeManagerHostname']})"] = start_actor(Lookout, options, name)
         self._readings: dict[str, list[ProcessReading]] = dict.fromkeys(self._actors, [])
         self._is_over = threading.Event()

@@ -47,7 +47,8 @@ def joined_nodes() -> list[tuple[str, int]]:
     """Name and slots of every node that is online."""
     found = []
     for node in _alive():
-        # The name that the launcher started Ray with, else the host's: Ray calls a node that was given no name by its address.
+        # The name that the launcher started Ray with, else the host's: Ray calls a node that was given no name by its
+        # address.
         is_named = node["NodeName"] != node["NodeManagerAddress"]
         name = str(node["NodeName"] if is_named else node["NodeManagerHostname"])
         found.append((name, int(node["Resources"].get(SLOT_RESOURCE, 0))))
@@ -64,7 +65,9 @@ def cluster_nodes() -> Iterator[list[Node]]:
         for found in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerHostname"])):
             host = str(found["NodeManagerHostname"])
             hosts[host] += 1
-            nodes.append(Node(host if hosts[host] == 1 else f"{host}#{hosts[host]}", str(found["NodeID"]), bool(found["Alive"])))
+            nodes.append(
+                Node(host if hosts[host] == 1 else f"{host}#{hosts[host]}", str(found["NodeID"]), bool(found["Alive"]))
+            )
         yield nodes
     finally:
         ray.shutdown()
@@ -74,10 +77,15 @@ def _alive() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def ask_nodes(nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float) -> dict[str, Reply]:
+def ask_nodes(
+    nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float
+) -> dict[str, Reply]:
     """Runs `question(name of the node, *arguments)`, an importable function, on all nodes at once; replies by name."""
     task = ray.remote(_answer)
-    pending = {node.name: task.options(**_options(node.node_id, max_retries=0)).remote(question, node.name, arguments) for node in nodes}
+    pending = {
+        node.name: task.options(**_options(node.node_id, max_retries=0)).remote(question, node.name, arguments)
+        for node in nodes
+    }
     end = time.monotonic() + deadline_s
     return {name: _reply(reference, end - time.monotonic(), deadline_s) for name, reference in pending.items()}
 
@@ -117,7 +125,9 @@ def watch_hosts(config: RunConfig, log: HostLog | None) -> Iterator[None]:
     samplers = NodeSamplers(is_private=config.cluster.num_nodes == 1)
     intervals = settings.gpu_monitoring.collection_interval, settings.gpu_monitoring.flush_interval
     has_ended = threading.Event()
-    thread = threading.Thread(target=sample_until, args=(has_ended, samplers.sample, log, *intervals), name="monitor", daemon=True)
+    thread = threading.Thread(
+        target=sample_until, args=(has_ended, samplers.sample, log, *intervals), name="monitor", daemon=True
+    )
     thread.start()
     try:
         yield

@@ -51,7 +51,9 @@ class PayloadRef:
 def pack(items: Iterable[Rollout | Transcript | TeacherTokens | np.ndarray]) -> Packed:
     """The items as one object of Ray's store."""
     parts = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
-    return Packed(np.frombuffer(b"".join(parts), dtype=np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64))
+    return Packed(
+        np.frombuffer(b"".join(parts), dtype=np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
+    )
 
 
 def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
@@ -60,7 +62,9 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     assert len(payloads) == len(infos)
     fetched = _fetch(payloads, Rollout, f"payload of {len(infos)} rollouts", timeout_s=timeout_s)
     rollouts = [fetched[payload] for payload in payloads]
-    assert [rollout.request.request_id for rollout in rollouts] == [info.request_id for info in infos], "payload of another rollout"
+    assert [rollout.request.request_id for rollout in rollouts] == [info.request_id for info in infos], (
+        "payload of another rollout"
+    )
     return rollouts
 
 
@@ -93,7 +97,8 @@ def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) ->
     earlier = [request.earlier for request in requests if isinstance(request.earlier, PayloadRef)]
     fetched = _fetch(earlier, Transcript, f"transcripts of {len(requests)} requests", timeout_s=timeout_s)
     return [
-        replace(request, earlier=fetched[request.earlier]) if isinstance(request.earlier, PayloadRef) else request for request in requests
+        replace(request, earlier=fetched[request.earlier]) if isinstance(request.earlier, PayloadRef) else request
+        for request in requests
     ]
 
 
@@ -119,7 +124,10 @@ def put_batch(examples: ExampleBatch) -> Batch:
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)
         reference = put(pack(examples.rollouts[index] for index in mine))
-        infos |= {index: RolloutInfo.of(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
+        infos |= {
+            index: RolloutInfo.of(examples.rollouts[index], PayloadRef(reference, place))
+            for place, index in enumerate(mine)
+        }
     learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
     return Batch(
         sequences=tuple(TrainSequence(infos[index], advantage=0.0, is_valid=True) for index in range(len(infos))),

@@ -67,11 +67,18 @@ class PolicyActor:
         return host, self.listener.getsockname()[1]
 
     def build(
-        self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
+        self,
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        pad_token_id: int,
+        model: ModelName = "policy",
     ) -> int:
         """Builds a model of the rank with random weights. Collective over all ranks. Returns the data-parallel rank."""
         if config.cluster.gpus_per_node and "TORCH_EXTENSIONS_DIR" not in os.environ:
-            # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a lock for ever.
+            # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a
+            # lock for ever.
             self._extensions = Scratch()
             os.environ["TORCH_EXTENSIONS_DIR"] = str(self._extensions.path)
         if config.cluster.gpus_per_node and config.cluster.bind_to_numa and not self.models:
@@ -105,7 +112,12 @@ class PolicyActor:
         check_entry(folder, part=self.part[0], num_parts=self.part[1])
 
     def set_batch(
-        self, model: ModelName, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool
+        self,
+        model: ModelName,
+        sequences: dict[int, TrainSequence],
+        rows: RankRows,
+        logprob_rows: RankRows,
+        is_further: bool,
     ) -> int:
         """Pulls payloads of this rank's sequences and packs them; returns the row count. See `PolicyRank.set_batch`."""
         start = time.monotonic()
@@ -117,17 +129,25 @@ class PolicyActor:
             for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True)
         }
         policy = self.config.of_model(model).policy
-        sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": self.pad_token_id}
+        sizes = {
+            "divisible_by": policy.row_multiple,
+            "sequence_multiple": policy.sequence_multiple,
+            "pad_token_id": self.pad_token_id,
+        }
 
         def pack_rows(wanted: RankRows) -> list[PackedRow]:
             return [pack_row({index: pulled[index] for index in row}, **sizes) for row in wanted]
 
         packed = pack_rows(rows)
-        self.models[model].set_batch(packed, packed if logprob_rows == rows else pack_rows(logprob_rows), is_further=is_further)
+        self.models[model].set_batch(
+            packed, packed if logprob_rows == rows else pack_rows(logprob_rows), is_further=is_further
+        )
         spans.add("set_batch", start, rows=len(packed))
         return len(packed)
 
-    def call_on_tokens(self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None) -> list[dict[int, PayloadRef]]:
+    def call_on_tokens(
+        self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None
+    ) -> list[dict[int, PayloadRef]]:
         """Calls one of `ON_TOKENS` with arrays by batch and sequence; those that it returns stay here until pulled."""
         from mrl.policy.beside import ON_TOKENS
 
@@ -190,7 +210,9 @@ class Ranks:
         self.start_s = start_deadline(config).seconds
         self.handles: list = []
         self.in_order = threading.Lock()
-        """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the same order."""
+        """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the
+        same order.
+        """
         given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.facts.secrets)
         for rank in range(placement.num_policy_ranks):
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
@@ -217,12 +239,18 @@ class PolicyGroup(Actors[PolicyVerbs]):
         self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
         self.in_order = ranks.in_order
         building = {
-            self.name(rank): ask(actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id, model)
+            self.name(rank): ask(
+                actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id, model
+            )
             for rank, actor in enumerate(self.handles)
         }
-        hf, parallel, root = Path(self.config.policy.model_name), self.config.policy.megatron_cfg.parallel, env.cache_root()
-        # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is cut for the ranks of
-        # this run: each checks and reads a file of its own.
+        hf, parallel, root = (
+            Path(self.config.policy.model_name),
+            self.config.policy.megatron_cfg.parallel,
+            env.cache_root(),
+        )
+        # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is
+        # cut for the ranks of this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
             self.dp_ranks = list(self.wait(building, deadline_s=self.start_s, what="build of the model").values())
             startup.lap("build")
@@ -230,7 +258,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
             startup.lap("load")
         self.device = self.call(PolicyVerbs.device_name, only=[0])[0]
 
-    def start(self, verb: Callable[[PolicyVerbs, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
+    def start(
+        self, verb: Callable[[PolicyVerbs, *Ts], T], arguments: Mapping[int, tuple[*Ts]]
+    ) -> dict[ActorName, ray.ObjectRef[T]]:
         with self.in_order:
             return super().start(verb, arguments)
 
@@ -244,7 +274,8 @@ class PolicyGroup(Actors[PolicyVerbs]):
     ) -> dict[int, T]:
         """Calls like `call`, from another thread than the loop's, without a limit until `is_awaited`.
 
-        InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
+        InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut
+        down.
         """
         pending = self.start(verb, dict.fromkeys(range(self.world_size), arguments))
         references, num_answers = list(pending.values()), 0
@@ -263,7 +294,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
             self.call(PolicyVerbs.load_mcore, cached, deadline_s=self.start_s)
 
     def _check_cached(self, folder: Path) -> None:
-        pending = {self.name(rank): ask(actor, PolicyActor.check_cached, folder) for rank, actor in enumerate(self.handles)}
+        pending = {
+            self.name(rank): ask(actor, PolicyActor.check_cached, folder) for rank, actor in enumerate(self.handles)
+        }
         self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
 
     def set_batches(self, batches: Sequence[Batch]) -> None:
@@ -273,8 +306,14 @@ class PolicyGroup(Actors[PolicyVerbs]):
             pending = {}
             with self.in_order:
                 for rank, dp_rank in enumerate(self.dp_ranks):
-                    mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
-                    pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
+                    mine = (
+                        cast("dict[int, TrainSequence]", sequences[dp_rank]),
+                        batch.rows[dp_rank],
+                        batch.logprob_rows[dp_rank],
+                    )
+                    pending[self.name(rank)] = ask(
+                        self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0
+                    )
             self.wait(pending, deadline_s=None, what="set_batch")
 
     def call_on_tokens(
@@ -315,7 +354,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
         for rank, indices in self.wait(pending, deadline_s=None, what="teach").items():
             for place, index in enumerate(indices):
                 taught[index] = replace(sequences[index], teacher=PayloadRef(payloads[rank], place))
-        assert all(sequence.teacher is not None for sequence in taught), "sequences of which no rank of the teacher has answered"
+        assert all(sequence.teacher is not None for sequence in taught), (
+            "sequences of which no rank of the teacher has answered"
+        )
         return taught
 
 
@@ -342,7 +383,10 @@ def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: flo
     """Raises unless every actor (by `PolicyActor.answer_canary`) and this process see each other's files in `root`."""
     canary, reason = release_canary(root), ""
     try:
-        pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}
+        pending = {
+            f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s)
+            for index, actor in enumerate(actors)
+        }
         answers = wait_all(pending, deadline_s=deadline_s + patience_s, what="look at the shared cache")
         for name, (node, has_found) in answers.items():
             if not has_found:
@@ -351,8 +395,8 @@ def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: flo
                 reason = f"the node of the driver cannot see what node {node} wrote next to {canary}"
             if reason:
                 raise RuntimeError(
-                    f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "
-                    f"or {env.MRL_CACHE.name}=off to read the Hugging Face files directly"
+                    f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all "
+                    f"nodes share, or {env.MRL_CACHE.name}=off to read the Hugging Face files directly"
                 )
     finally:
         retire_canary(canary)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refit, as the driver runs it. Builds the schedule once; every step repeats it.
 
-However many rounds a refit has, the driver calls each policy rank once and each engine twice, to refit and to serve: ranks and engine
-workers wait for each other (`mrl.refit.pace`).
-A refit is idempotent until its version is set: if an engine dies in it, the driver has all others leave the attempt, starts the engine
-again and begins the refit anew.
+However many rounds a refit has, the driver calls each policy rank once and each engine twice, to refit and to serve:
+ranks and engine workers wait for each other (`mrl.refit.pace`).
+A refit is idempotent until its version is set: if an engine dies in it, the driver has all others leave the attempt,
+starts the engine again and begins the refit anew.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from mrl.refit.pull import VerifyReport
 
 logger = logging.getLogger(__name__)
 
-# Ranks and workers leave an attempt after this part of the limit: an actor silent after that is treated as hung. They leave within
-# `LEAVE_S` of an attempt that the driver gives up.
+# Ranks and workers leave an attempt after this part of the limit: an actor silent after that is treated as hung. They
+# leave within `LEAVE_S` of an attempt that the driver gives up.
 OWN_SHARE = 0.9
 LEAVE_S = 10.0
 
@@ -101,11 +101,14 @@ class Refitter:
     def zero(self) -> RefitReport:
         """The witness: refits unchanged weights, and proves that every byte stays as vLLM's own loader wrote it.
 
-        If one changes, no engine gets a weight version, so none can sample: RuntimeError names the tensors on which the tables are wrong.
+        If one changes, no engine gets a weight version, so none can sample: RuntimeError names the tensors on which the
+        tables are wrong.
         """
         self.weight_version += 1
         report = self._refit(range(self.engines.num_engines), witness={})
-        logger.info("Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}")
+        logger.info(
+            "Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}"
+        )
         return report
 
     def run(self) -> RefitReport:
@@ -126,7 +129,10 @@ class Refitter:
 
     def worker_refits(self, engine: int) -> list[WorkerRefit]:
         """Inputs of each worker of a colocated engine: schedule inputs, and the trainer ranks' memory that it reads."""
-        return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
+        return [
+            WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles))
+            for slot in self.slots[engine]
+        ]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
         """Refits `engines`, and those that die meanwhile: dedicated ones take part in exchanges of others' refits."""
@@ -136,8 +142,9 @@ class Refitter:
                 return self._attempt(sorted({*engines, *restarted}), witness)
 
         def restart(index: int) -> None:
-            # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by now: the driver misses
-            # an engine while it collects rollouts, or in an attempt, behind the policy's entry into the refit.
+            # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by
+            # now: the driver misses an engine while it collects rollouts, or in an attempt, behind the policy's entry
+            # into the refit.
             if witness is not None:
                 witness.pop(index, None)
             self.engines.restart(index)
@@ -179,16 +186,21 @@ class Refitter:
         )
 
     def _rounded(self) -> frozenset[Slot]:
-        return self.inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()})
+        return self.inputs.rounded(
+            {name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()}
+        )
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
         """Runs all rounds on all ranks and workers at once; returns workers' reports. Skips ranks without a part."""
         self.attempt += 1
         limit_s = OWN_SHARE * self.deadline_s
         readers = frozenset(slot for index in engines for slot in self.slots[index])
-        sending = self.policies.start(PolicyVerbs.refit, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s)))
+        sending = self.policies.start(
+            PolicyVerbs.refit, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s))
+        )
         copying = self.engines.start(
-            EngineVerbs.refit, {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})}
+            EngineVerbs.refit,
+            {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})},
         )
         pending: dict[ActorName, ray.ObjectRef] = {**sending, **copying}
         kill_point("refit")
@@ -211,7 +223,9 @@ class Refitter:
         try:
             self._address.give_up(self.attempt)
         except RuntimeError as error:
-            logger.warning("Ranks and engines cannot be told that attempt %d at the refit is given up: %s", self.attempt, error)
+            logger.warning(
+                "Ranks and engines cannot be told that attempt %d at the refit is given up: %s", self.attempt, error
+            )
 
     def _meet(self) -> None:
         """Makes the exchange group of all participants. Ranks keep the memory that they have."""
@@ -221,8 +235,12 @@ class Refitter:
         self._num_groups += 1
         address = GroupAddress(*self.policies.master, name=f"exchange {self._num_groups}", size=num_ranks + num_members)
         member = ExchangeMember(address, self.deadline_s)
-        members = {index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated}
-        meeting = self.policies.start(PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (self.inputs, address)))
+        members = {
+            index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated
+        }
+        meeting = self.policies.start(
+            PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (self.inputs, address))
+        )
         pending: dict[ActorName, ray.ObjectRef] = {**meeting, **self.engines.start(EngineVerbs.prepare_refit, members)}
         answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
         self._handles = {name.index: answers[name] for name in meeting}
@@ -271,5 +289,6 @@ def build_schedule(config: RunConfig, inputs: RefitInputs) -> Schedule:
         raise
     except ValueError as error:
         raise ValueError(
-            f"policy.refit_buffer_size_gb={config.policy.refit_buffer_size_gb}, of which a round takes 1/{NUM_BUFFERS}: {error}"
+            f"policy.refit_buffer_size_gb={config.policy.refit_buffer_size_gb}, of which a round takes "
+            f"1/{NUM_BUFFERS}: {error}"
         ) from error

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in their own actors, one per node: they make and judge texts near the payload; the driver sees verdicts.
 
-If rollouts may have several turns, an actor also decides after each turn whether another one follows, and makes its transcript. No actor
-knows of the others, and a verdict follows from the rollout alone: the driver gives each rollout to the actor with the fewest unfinished.
+If rollouts may have several turns, an actor also decides after each turn whether another one follows, and makes its
+transcript. No actor knows of the others, and a verdict follows from the rollout alone: the driver gives each rollout to
+the actor with the fewest unfinished.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ VERDICTS = "rewards"
 """Name of the driver's wait for verdicts."""
 # An actor that has no verdict answers so often, as a sign of life.
 ANSWER_S = 1.0
-# Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
+# Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several
+# turns its own.
 GATHER_S, TURN_GATHER_S = 0.1, 0.02
 # The loop answers at once, unless the kernel keeps it from starting or from killing a child.
 STUCK_S = 60.0
@@ -69,14 +71,15 @@ Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 Ended = tuple[Verdict, Ending]
 """The verdict on a rollout that has ended, and why it has."""
 Judged = tuple[dict[str, Ended], list[str], RewardLoad]
-"""Verdicts of an actor since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
-packed transcripts."""
+"""Verdicts of an actor since its last answer: rollouts that have ended, by request id, and those that go on, in the
+order of their packed transcripts."""
 
 
 class Judge:
     """Judges rollouts, each in a coroutine, from text to verdict or transcript of its next turn. For one event loop.
 
-    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is
+    handled.
     """
 
     def __init__(self, config: RunConfig, endpoints: Path | None) -> None:
@@ -101,7 +104,9 @@ class Judge:
     async def start(self) -> None:
         """Starts the user's environments. Built-in ones start when the first row needs them."""
         env = self.config.env
-        await self.scorer.start(list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents})))))
+        await self.scorer.start(
+            list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents}))))
+        )
 
     async def take(self, unjudged: Sequence[Unjudged]) -> tuple[Judged, Packed]:
         """Hands rollouts in and takes verdicts out; see `RewardActor.judge`."""
@@ -123,10 +128,14 @@ class Judge:
         for first in range(0, len(unjudged), NUM_TOGETHER):
             together = unjudged[first : first + NUM_TOGETHER]
             tasks = await asyncio.get_running_loop().run_in_executor(self._texts, self._make_tasks, together)
-            for (info, prompt), (task, rollout, remarks) in sorted(zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])):
+            for (info, prompt), (task, rollout, remarks) in sorted(
+                zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])
+            ):
                 self.work.begin(self._judge(info.request_id, prompt, task, rollout, remarks))
 
-    def _make_tasks(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
+    def _make_tasks(
+        self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]
+    ) -> list[tuple[Task, Rollout | None, Remarks | None]]:
         """Makes each rollout's task, keeps it if further turns may follow, and lists faults of its form."""
         start = time.monotonic()
         tasks = []
@@ -148,7 +157,9 @@ class Judge:
         assert self.rules is not None, "the driver asks only if there are any"
         return inspect_all(pull(info.sequences, timeout_s=self.config.deadlines.reward_s), self.decode, self.rules)
 
-    async def _judge(self, request_id: str, prompt: Prompt, task: Task, rollout: Rollout | None, remarks: Remarks | None) -> None:
+    async def _judge(
+        self, request_id: str, prompt: Prompt, task: Task, rollout: Rollout | None, remarks: Remarks | None
+    ) -> None:
         verdict = await self.scorer.judge(request_id, prompt.env_name, task)
         following: Transcript | Ending = "over"
         if rollout is not None:
@@ -185,7 +196,8 @@ class RewardActor:
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
         """Begins to judge rollouts; returns verdicts since the last call, and transcripts of rollouts that continue.
 
-        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one. RuntimeError: an environment failed.
+        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one. RuntimeError: an
+        environment failed.
         """
         spans.begin("judge")
         answer = asyncio.run_coroutine_threadsafe(self.judging.take(rollouts), self.loop).result(ANSWER_S + STUCK_S)
@@ -215,7 +227,9 @@ class Rewards(Actors[RewardActor]):
         num_actors = len(placement.first_slots)
         self.news = News()
         # A second call hands rollouts in while the first waits for verdicts.
-        self.book = RequestBook[Unjudged, Ended | PayloadRef](REWARDS, num_actors, self._judge, self._restart, news=self.news, num_calls=2)
+        self.book = RequestBook[Unjudged, Ended | PayloadRef](
+            REWARDS, num_actors, self._judge, self._restart, news=self.news, num_calls=2
+        )
         self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
         self._load = RewardLoad()
@@ -232,9 +246,13 @@ class Rewards(Actors[RewardActor]):
 
     def wait_until_built(self) -> None:
         starting, self._starting = self._starting, {}
-        num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
+        num_cores = self.wait(
+            {self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start"
+        )
         for number, num_nodes in Counter(num_cores.values()).items():
-            logger.info("Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number))
+            logger.info(
+                "Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number)
+            )
 
     def wait_for(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None] = lambda: None) -> None:
         """Waits for enough verdicts, however many rollouts wait before them for a worker; calls `on_tick` now and then.
@@ -251,8 +269,8 @@ class Rewards(Actors[RewardActor]):
             if self.book.num_unfinished and time.monotonic() > warned_at + self.deadline_s:
                 warned_at = time.monotonic()
                 logger.warning(
-                    "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores are left, use more "
-                    "nodes, or make the reward faster",
+                    "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores "
+                    "are left, use more nodes, or make the reward faster",
                     warned_at - asked_at, self.book.missing(),
                 )  # fmt: skip
 
@@ -261,8 +279,8 @@ class Rewards(Actors[RewardActor]):
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
-                f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
-                f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
+                f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within "
+                f"{self.silence_s:g} s (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
             ) from None
 
     def take_seconds(self) -> float:
@@ -301,8 +319,9 @@ class Rewards(Actors[RewardActor]):
             if verdict.trace and verdict.trace_kind not in self._traces and len(self._traces) < MAX_TRACES:
                 self._traces.add(verdict.trace_kind)
                 logger.warning(
-                    "Rollout %s is not scored, as its reward function raised. %s\nThe log of all such rollouts, and of what the function "
-                    "prints: %s. `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in seconds",
+                    "Rollout %s is not scored, as its reward function raised. %s\nThe log of all such rollouts, "
+                    "and of what the function prints: %s. `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in "
+                    "seconds",
                     *(name, verdict.trace, self._log_file(index)),
                 )
         if ended or continued or load.num_begun:

@@ -73,7 +73,9 @@ class AskedGroup:
     def judged(self) -> RolloutGroup:
         """The group as the training loop gets it."""
         indices = range(self.num_generations)
-        return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
+        return RolloutGroup(
+            self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices))
+        )
 
 
 class RolloutCollector:
@@ -113,13 +115,24 @@ class RolloutCollector:
         self._busy_s = 0.0
 
     def ask(
-        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+        self,
+        asked: Sequence[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        num_generations: int,
+        weight_version: int,
     ) -> list[AskedGroup]:
         """Asks engines with `weight_version` for rollouts of every (epoch, prompt), without waiting; returns groups."""
-        groups = {(epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked}
+        groups = {
+            (epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version)
+            for epoch, prompt in asked
+        }
         if len(groups) < len(asked):
             ((_, twice), _) = Counter((epoch, prompt.prompt_id) for epoch, prompt in asked).most_common(1)[0]
-            raise ValueError(f"prompt {twice} is asked for twice in one call, with the same random numbers; ask once, for more rollouts")
+            raise ValueError(
+                f"prompt {twice} is asked for twice in one call, with the same random numbers; ask once, for more "
+                "rollouts"
+            )
         ordered = self._hints.longest_first(asked) if self._hints else asked
         in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
@@ -127,7 +140,8 @@ class RolloutCollector:
     def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
         """Waits until `is_enough`, and calls `on_tick` now and then.
 
-        Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these weights.
+        Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these
+        weights.
 
         Raises:
             DeadlineExceeded: no rollout arrives in time.
@@ -149,7 +163,9 @@ class RolloutCollector:
 
         self._wait(is_drained, on_tick)
 
-    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None] = lambda: None) -> tuple[list[RolloutGroup], float]:
+    def judge(
+        self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None] = lambda: None
+    ) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on these sampled groups and hands them out, with scoring seconds since the last call.
 
         Calls `on_tick` now and then.
@@ -191,7 +207,9 @@ class RolloutCollector:
         while True:
             info = await self.engines.book.ask(request.request_id, request)
             if info.weight_version < group.weight_version:
-                raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
+                raise RuntimeError(
+                    f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}"
+                )
             if not self.rewards.decides:
                 self._note_sampled(group, index, info)
             self.news.tell(GENERATION)
@@ -202,10 +220,14 @@ class RolloutCollector:
         verdict, ending = judged
         if self.rewards.decides:
             # A rollout whose next turn would not fit is truncated.
-            self._note_sampled(group, index, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info)
+            self._note_sampled(
+                group, index, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info
+            )
         self._note_judged(group, index, verdict)
 
-    async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+    async def _agent_rollout(
+        self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams
+    ) -> None:
         """Runs an agent on the row in a gateway session, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
@@ -242,7 +264,10 @@ class RolloutCollector:
             limit = f"{self.deadline_s:g} s (deadlines.generate_s)"
             if undecided := self.rewards.num_undecided:
                 raise DeadlineExceeded(
-                    f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait for their environment"
+                    f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait "
+                    "for their environment"
                 ) from None
             told = f"; {reason}" if (reason := hangs.explained(self.engines.book.called())) else ""
-            raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}") from None
+            raise DeadlineExceeded(
+                f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}"
+            ) from None

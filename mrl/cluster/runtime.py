@@ -61,8 +61,8 @@ RAY_LIMITS = {
     "RAY_agent_register_timeout_ms": 1000,
     "RAY_gcs_rpc_server_reconnect_timeout_s": 1,
 }
-"""Time that Ray gives its own processes to start, and the other processes after the death of its head, in which a run saves.
-Its defaults, of 15 to 60 s, are too short for a busy host."""
+"""Time that Ray gives its own processes to start, and the other processes after the death of its head, in which a run
+saves. Its defaults, of 15 to 60 s, are too short for a busy host."""
 MAX_REASON = 300
 
 
@@ -70,8 +70,8 @@ MAX_REASON = 300
 def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[Path]:
     """Ray, up inside the `with` block: a private local cluster on one node, the launcher's (RAY_ADDRESS) on several.
 
-    Gives the session folder, which nobody else may enter, and which goes with the run. With `log_folder`, a watchdog looks at the run's
-    processes, and writes there.
+    Gives the session folder, which nobody else may enter, and which goes with the run. With `log_folder`, a watchdog
+    looks at the run's processes, and writes there.
     """
     reclaim_dead_owners()
     members.clear()
@@ -83,11 +83,13 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
         reaper = start_reaper(folder)
     LISTENER.reaper_pid = reaper.pid
     watchdog = start_watchdog(config, folder, log_folder)
-    # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on top.
+    # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on
+    # top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     # Ray gives its workers niceness 15: with any other work on the host, ranks would miss each other's deadlines.
     os.environ["RAY_worker_niceness"] = "0"
-    # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
+    # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none
+    # takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
     try:
         with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
@@ -95,10 +97,15 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
                 join_cluster()
                 living = [node for node in ray.nodes() if node["Alive"]]
                 members[:] = [
-                    Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"]) for node in living
+                    Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"])
+                    for node in living
                 ]
                 address, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-                heads[:] = [Member(member.host, address, int(port), "gcs_server") for member in members if member.address == address]
+                heads[:] = [
+                    Member(member.host, address, int(port), "gcs_server")
+                    for member in members
+                    if member.address == address
+                ]
             else:
                 _keep_others_out(folder)
                 start_ray(config, folder)
@@ -126,7 +133,8 @@ def start_ray(config: RunConfig, folder: Path) -> None:
         os.environ.setdefault(name, str(round(limit_s * unit)))
     for start, share in enumerate(STARTS, 1):
         try:
-            # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
+            # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be
+            # placed.
             ray_thread().within(
                 share * limit_s,
                 "ray.init",
@@ -152,14 +160,16 @@ def start_ray(config: RunConfig, folder: Path) -> None:
                     "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); trying again", reason)
-            # Behind a start that hangs, which ends with the processes that it waits for; if it does not, the next try says so.
+            # Behind a start that hangs, which ends with the processes that it waits for; if it does not, the next try
+            # says so.
             with suppress(TimeoutError):
                 ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
 
 
 def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
     """Ends Ray and all processes of the run. What cannot be ended is named, and does not change how the run ends."""
-    # While Ray shuts down. It would wait a second for each of its daemons, which block the signal by which it asks them to end.
+    # While Ray shuts down. It would wait a second for each of its daemons, which block the signal by which it asks them
+    # to end.
     assert reaper.stdin is not None
     reaper.stdin.close()
     try:
@@ -175,7 +185,10 @@ def join_cluster() -> None:
     """Joins the launcher's cluster (RAY_ADDRESS); raises NoCluster if nobody answers, or it refuses this process."""
     address = env.RAY_ADDRESS.read()
     if address is None:
-        raise NoCluster("RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m mrl.launch starts")
+        raise NoCluster(
+            "RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m "
+            "mrl.launch starts"
+        )
     # Looks first whether it is there: Ray would try for minutes, and say little.
     found = re.fullmatch(r"(.+):(\d+)", address)
     if found is not None and "://" not in address:
@@ -183,14 +196,18 @@ def join_cluster() -> None:
             socket.create_connection((found[1], int(found[2])), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise NoCluster(
-                f"RAY_ADDRESS={address}: nobody answers there ({error}); the head has ended, or the address is one of an earlier job: "
-                "set it to the head of this one"
+                f"RAY_ADDRESS={address}: nobody answers there ({error}); the head has ended, or the address is one "
+                "of an earlier job: set it to the head of this one"
             ) from error
     try:
-        ray_thread().within(JOIN_TIMEOUT_S, "ray.init", ray.init, address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        ray_thread().within(
+            JOIN_TIMEOUT_S, "ray.init", ray.init, address="auto", log_to_driver=False, logging_level=logging.ERROR
+        )
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise NoCluster(f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's") from error
+        raise NoCluster(
+            f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's"
+        ) from error
 
 
 def _keep_others_out(folder: Path) -> None:
@@ -203,8 +220,9 @@ def _keep_others_out(folder: Path) -> None:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
     AuthenticationTokenLoader.instance().reset_cache()
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform
-    # for one without clusters: a constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at its import (ray/_private/services.py in 2.60).
+    # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it
+    # takes the platform for one without clusters: a constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at its import
+    # (ray/_private/services.py in 2.60).
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
@@ -213,7 +231,8 @@ def reclaim_dead_owners() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         if folder.lstat().st_uid != os.getuid():
             continue
-        # Other hosts, and containers that share the folder but not their process ids, judge each other by a heartbeat in the owner file.
+        # Other hosts, and containers that share the folder but not their process ids, judge each other by a heartbeat
+        # in the owner file.
         try:
             owner = Owner(**json.loads((folder / OWNER_FILE).read_text()))
             is_dead = not may_live(owner, folder / OWNER_FILE)
@@ -249,20 +268,25 @@ class Placement:
         self.engines = engine_slots(config)
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
         if not config.cluster.gpus_per_node and SLOT_RESOURCE in ray.cluster_resources():
-            # The launcher has given each of its nodes its number of slots; by CPUs alone, Ray would put all of them on one node.
+            # The launcher has given each of its nodes its number of slots; by CPUs alone, Ray would put all of them on
+            # one node.
             bundle[SLOT_RESOURCE] = 1.0
         self._group: PlacementGroup = placement_group([bundle] * self.num_slots, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise RuntimeError(
-                f"{self.num_slots} slots could not be placed within {timeout_s:g} s; the cluster has {ray.cluster_resources()}; "
-                "check cluster.num_nodes and cluster.gpus_per_node"
+                f"{self.num_slots} slots could not be placed within {timeout_s:g} s; the cluster has "
+                f"{ray.cluster_resources()}; check cluster.num_nodes and cluster.gpus_per_node"
             )
         names: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        nodes = {name: node for node, name in enumerate(dict.fromkeys(names[bundle] for bundle in range(self.num_slots)))}
+        nodes = {
+            name: node for node, name in enumerate(dict.fromkeys(names[bundle] for bundle in range(self.num_slots)))
+        }
         # Slots are numbered node by node, whichever order Ray has filled the nodes in.
         self._bundles = sorted(range(self.num_slots), key=lambda bundle: nodes[names[bundle]])
         self.node_of: dict[int, int] = {slot: nodes[names[bundle]] for slot, bundle in enumerate(self._bundles)}
-        self.first_slots = [slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]]
+        self.first_slots = [
+            slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]
+        ]
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
         if (engine := find_uneven_engine(self.node_of, self.engines)) is not None:
@@ -273,7 +297,9 @@ class Placement:
         self._num_cores: dict[int, int] = {}
         if config.cluster.gpus_per_node:
             task, slots = ray.remote(usable_cores), enumerate(self.first_slots)
-            pending = {node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots}
+            pending = {
+                node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots
+            }
             self._num_cores = wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
 
     @property
@@ -287,7 +313,11 @@ class Placement:
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
         """An actor's options on `slot`. Actors take no Ray resources and see all devices: mrl sets the device index."""
-        given = {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", SIGNS: Path(os.environ[MARK]).name}
+        given = {
+            "OMP_NUM_THREADS": "1",
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            SIGNS: Path(os.environ[MARK]).name,
+        }
         return {
             "num_cpus": 0,
             "num_gpus": 0,

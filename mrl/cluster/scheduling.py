@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decisions of scheduling, without Ray: what each slot carries, and what a death leads to.
 
-A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated
-engines share those slots; dedicated engines have the slots that follow.
+A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same
+number. Colocated engines share those slots; dedicated engines have the slots that follow.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def until_no_engine_dies(
 ) -> tuple[R, set[int]]:
     """Repeats `attempt(restarted)` until no engine dies in it; its result, and the engines that were started again.
 
-    `restart(index)` comes before the next attempt, and may itself lose an engine. Every attempt gets all engines restarted so far, because
-    a new one has none of what earlier attempts did. `died` is an engine that is dead before the first attempt.
+    `restart(index)` comes before the next attempt, and may itself lose an engine. Every attempt gets all engines
+    restarted so far, because a new one has none of what earlier attempts did. `died` is an engine that is dead before
+    the first attempt.
     """
     restarted: set[int] = set()
     while True:

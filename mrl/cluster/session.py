@@ -103,13 +103,17 @@ class RolloutSession:
         self.enter("refit")
         self.policies.call(PolicyVerbs.enter, "generate")
 
-    def with_teacher_outputs(self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]) -> list[TrainSequence]:
+    def with_teacher_outputs(
+        self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]
+    ) -> list[TrainSequence]:
         """Adds the teacher outputs of each sequence, by its teacher's name. Teachers work one after another."""
         taught = list(sequences)
         for model in sorted(set(teachers)):
             places = [place for place, teacher in enumerate(teachers) if teacher == model]
             self.enter("teacher", model)
-            outputs = self.models_beside[model].teach([sequences[place] for place in places], self.config.num_taught_logits)
+            outputs = self.models_beside[model].teach(
+                [sequences[place] for place in places], self.config.num_taught_logits
+            )
             for place, sequence in zip(places, outputs, strict=True):
                 taught[place] = sequence
         return taught
@@ -155,13 +159,17 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
     """All actors of a run, in the `with` block; policy and engines each loaded the model folder by their own loader."""
     with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
-        models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news)
+        models, engines, refit = start_models(
+            config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news
+        )
         policies = models.pop("policy")
         rewards.wait_until_built()
         startup.lap("rewards")
         gateway = start_gateway(config, placement, engines, log_folder=log_folder)
         restart = refit.restart_engine
-        collector = RolloutCollector(config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateway=gateway)
+        collector = RolloutCollector(
+            config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateway=gateway
+        )
         yield RolloutSession(config, policies, models, engines, rewards, refit, collector)
 
 
@@ -212,7 +220,8 @@ def start_models(
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
-        # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache leaves.
+        # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache
+        # leaves.
         convert_if_new(config)
         engines.wait_until_built()
         startup.lap("engines")
@@ -223,7 +232,9 @@ def start_models(
     policies = models["policy"]
     engines.wait_until_built()
     startup.lap("engines")
-    logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots)
+    logger.info(
+        "Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots
+    )
     refit = Refitter(config, placement, policies, engines)
     startup.lap("schedule")
     return models, engines, refit

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's watchdog: a thread that names who hangs, keeps all Python stacks, and ends a run that cannot end itself.
 
-It reads what the kernel says of the processes of the driver's node, and their signs of life (`mrl.spans`); it waits for no process, for no
-call of Ray's, and for no file system but the local one.
+It reads what the kernel says of the processes of the driver's node, and their signs of life (`mrl.spans`); it waits for
+no process, for no call of Ray's, and for no file system but the local one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def read_io(pid: int, task: str = "") -> int:
         lines = Path(f"/proc/{pid}/{task}io").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+    return sum(
+        int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes"))
+    )
 
 
 def read_signs(folder: Path) -> dict[int, spans.Sign]:
@@ -93,7 +95,11 @@ def read_signs(folder: Path) -> dict[int, spans.Sign]:
 
 def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
     """Readings of process `root` and its descendants that give signs, of Ray's own, and any other that is stopped."""
-    table = {found.pid: found for entry in os.scandir("/proc") if entry.name.isdigit() and (found := read_process(int(entry.name)))}
+    table = {
+        found.pid: found
+        for entry in os.scandir("/proc")
+        if entry.name.isdigit() and (found := read_process(int(entry.name)))
+    }
     children: dict[int, list[int]] = {}
     for found in table.values():
         children.setdefault(found.parent, []).append(found.pid)
@@ -114,7 +120,10 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
         own = spent if found.command not in RAY_PROCESSES else []
-        cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
+        cpu_s, io_bytes = (
+            found.cpu_s + sum(cpu for cpu, _ in own),
+            read_io(pid) + found.fault_bytes + sum(io for _, io in own),
+        )
         if name or found.state in STOPPED:
             reading = ProcessReading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
             if (sign := signs.get(pid)) is not None:
@@ -130,7 +139,9 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
 
 def read_stacks(folder: Path) -> Stacks:
     """The stacks of all processes that keep a sign of life in `folder`."""
-    found = [(reading, folder / spans.STACKS / reading.name.replace(" ", "-")) for reading in read_signed(read_signs(folder))]
+    found = [
+        (reading, folder / spans.STACKS / reading.name.replace(" ", "-")) for reading in read_signed(read_signs(folder))
+    ]
     before = {reading.key: path.stat().st_size for reading, path in found}
     for reading, _ in found:
         # Those that are stopped would take the signal when they go on.
@@ -189,7 +200,9 @@ class Watchdog:
         self._asked: tuple[float, str] | None = None
         self._dead_daemons: Callable[[], str] | None = None
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)]
+        self._threads = [
+            threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)
+        ]
 
     def start(self) -> Watchdog:
         spans.show_in(self._folder, DRIVER)
@@ -239,7 +252,9 @@ class Watchdog:
         self._dead_daemons = None
         if not LISTENER.is_listening:
             return self._end(dead)
-        self._say(logging.ERROR, f"{dead}: the run ends. Logs of the actors: {self._log_folder}. The same command resumes.")
+        self._say(
+            logging.ERROR, f"{dead}: the run ends. Logs of the actors: {self._log_folder}. The same command resumes."
+        )
         os.kill(os.getpid(), signal.SIGTERM)
 
     def look(self, now: float, readings: Collection[ProcessReading]) -> None:
@@ -265,7 +280,12 @@ class Watchdog:
         reason = frozen if finding is None else described(finding, {})
         if silent_s >= self._end_s:
             self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
-        elif self._asked is not None and now - self._asked[0] >= self._notice_s and not is_frozen and self._never_ends(finding):
+        elif (
+            self._asked is not None
+            and now - self._asked[0] >= self._notice_s
+            and not is_frozen
+            and self._never_ends(finding)
+        ):
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
@@ -308,7 +328,10 @@ class Watchdog:
         """Kills the run's processes and ends this one, as a failed attempt."""
         with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
             within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
-        self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
+        self._say(
+            logging.ERROR,
+            f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.",
+        )
         flush_console()
         os._exit(1)
 
@@ -329,7 +352,14 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 def innermost(stacks: str) -> str:
     """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say."""
     threads = stacks.split("\n\n")
-    main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
+    main = next(
+        (
+            text
+            for text in threads
+            if text.startswith(("Current thread", "Thread")) and "most recent call first" in text
+        ),
+        "",
+    )
     current = next((text for text in threads if text.startswith("Current thread")), main)
     frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
@@ -352,5 +382,7 @@ def start_watchdog(config: RunConfig, folder: Path, log_folder: Path | None) -> 
     if log_folder is None:
         return None
     limits = config.deadlines
-    longest_s = max(limits.generate_s, limits.reward_s, limits.refit_s, *(deadline.seconds for deadline in all_deadlines(config)))
+    longest_s = max(
+        limits.generate_s, limits.reward_s, limits.refit_s, *(deadline.seconds for deadline in all_deadlines(config))
+    )
     return Watchdog(folder, log_folder, notice_s=limits.notice_s, end_s=longest_s + limits.notice_s).start()

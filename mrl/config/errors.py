@@ -40,7 +40,9 @@ class Problem:
     """The broken rule. Where it begins with the key, the text begins with it."""
     way_out: str = ""
     kind: Kind = "refused"
-    """to be provided: this machine lacks a file, a folder or a disk. not checked: something is unknown that rules need."""
+    """to be provided: this machine lacks a file, a folder or a disk. not checked: something is unknown that
+    rules need.
+    """
     origin: str = field(default="", compare=False)
     """Place where the key was set: `file:line`, or the command line."""
     says_origin: bool = False
@@ -185,7 +187,13 @@ def value_at(config: object, key: str) -> object:
     for name in _PART.findall(key):
         if value is None:
             return None
-        value = value[name] if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else getattr(value, name)
+        value = (
+            value[name]
+            if isinstance(value, dict)
+            else value[int(name)]
+            if isinstance(value, list)
+            else getattr(value, name)
+        )
     return value
 
 

@@ -45,7 +45,11 @@ class Range:
         if self.low == -math.inf:
             return "finite"
         low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
-        return low if self.high in (math.inf, _LARGEST) else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
+        return (
+            low
+            if self.high in (math.inf, _LARGEST)
+            else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
+        )
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> object:
         from pydantic import WrapValidator
@@ -84,7 +88,10 @@ class Only:
             if isinstance(value, str) and value not in (self.value, *self.others):
                 raise ValueError(f"no such value; use {self.value}")
             if value != self.value:
-                raise ValueError(f"{self.reason}; set it to {str(self.value).lower() if isinstance(self.value, bool) else self.value}")
+                raise ValueError(
+                    f"{self.reason}; set it to "
+                    f"{str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+                )
             return value
 
         return AfterValidator(check).__get_pydantic_core_schema__(source, handler)

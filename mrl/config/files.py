@@ -85,7 +85,15 @@ def find_config(name: str | Path) -> Path:
         return packaged_config.absolute()
     packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
     raise ConfigError(
-        [told(f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}", "file")]
+        [
+            told(
+                (
+                    f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are "
+                    f"{packaged}"
+                ),
+                "file",
+            )
+        ]
     )
 
 
@@ -93,7 +101,9 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     """Settings of a config file over those of its `defaults`, one or more file names relative to it; later ones win."""
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
-        raise ConfigError([told(f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them", "file")])
+        raise ConfigError(
+            [told(f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them", "file")]
+        )
     content, places = _read_yaml(path)
     defaults = content.pop("defaults", None)
     own: Settings = {}
@@ -105,12 +115,16 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
             key = (*name.split("."), *key[1:])
             own[key] = setting
             if key[-1] == REPLACES and not isinstance(setting.value, bool):
-                raise ConfigError([wrong("value", key, setting, "it marks a section to replace", "set it to true or false")])
+                raise ConfigError(
+                    [wrong("value", key, setting, "it marks a section to replace", "set it to true or false")]
+                )
     own = rename(own)
     settings: Settings = {}
     for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
         beside = path.parent / str(base)
-        overlay(settings, read_settings(beside if os.path.isfile(beside) else find_config(str(base)), (*inherited_by, path)))
+        overlay(
+            settings, read_settings(beside if os.path.isfile(beside) else find_config(str(base)), (*inherited_by, path))
+        )
     overlay(settings, own)
     return settings
 
@@ -144,7 +158,9 @@ def describe(key: Key, setting: Setting) -> str:
 
 
 def wrong(id: str, key: Key, setting: Setting, rule: object, way_out: str = "") -> Problem:
-    """A problem of a setting, which it names as `describe` does. `rule` may be an error whose text has the way out, too."""
+    """A problem of a setting, which it names as `describe` does. `rule` may be an error whose text has the way out,
+    too.
+    """
     if not way_out:
         rule, _, way_out = str(rule).partition("; ")
     name, shown = setting.written_as or ".".join(key), _shown(key, setting)
@@ -169,12 +185,16 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, obje
         loader = get_yaml_loader()(text)  # OmegaConf's: for PyYAML's, 1e-5 is a text
         node = loader.get_single_node()
         loaded = loader.construct_document(node) if node else {}
-        content = OmegaConf.to_container(OmegaConf.create(loaded), resolve=False) if isinstance(loaded, dict) else loaded
+        content = (
+            OmegaConf.to_container(OmegaConf.create(loaded), resolve=False) if isinstance(loaded, dict) else loaded
+        )
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         text = f"{path}: not readable as a config ({one_line(error)}); correct or replace the file"
         raise ConfigError([told(text, "file")]) from error
     if not isinstance(content, dict):
-        text = f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"
+        text = (
+            f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"
+        )
         raise ConfigError([told(text, "file")])
     places: dict[Key, tuple[int, object]] = {}
     nodes: list[tuple[Key, yaml.Node | None]] = [((), node)]
@@ -211,7 +231,9 @@ def check_yaml(text: str) -> None:
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
             if len(event.value) > MAX_DIGITS and not event.style and _DIGITS.fullmatch(event.value):
-                raise ValueError(f"a number of {len(event.value):,} digits at line {event.start_mark.line + 1}; write a smaller one")
+                raise ValueError(
+                    f"a number of {len(event.value):,} digits at line {event.start_mark.line + 1}; write a smaller one"
+                )
         outer, count = opened[-1]
         opened[-1] = outer, count + size
         if len(opened) > MAX_DEPTH:
@@ -230,7 +252,9 @@ def rename(flat: Settings) -> Settings:
     for key, setting in flat.items():
         value, dotted = setting.value, ".".join(key)
         if isinstance(value, str):
-            value = _RELATIVE.sub(lambda match, key=key: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value)
+            value = _RELATIVE.sub(
+                lambda match, key=key: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value
+            )
             value = _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
         name = RENAMED.get(dotted)
         setting = replace(setting, value=value, written_as=dotted if name else "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads YAML files and overrides as a typed `RunConfig`, and reports keys that have other names in NeMo RL.
 
-OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between keys are in
-`mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
+OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between
+keys are in `mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import MissingMandatoryValue
 
 from conversion.files.reading import read_file
-from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
+from mrl.config.dialect.translate import (
+    DIALECT_KEYS,
+    Migration,
+    is_evaluation,
+    is_foreign,
+    migrate,
+    place_evaluation,
+    use_own_forms,
+)
 from mrl.config.errors import ConfigError, NotKnown, Problem, hide, told, value_at
 from mrl.config.files import (
     Key,
@@ -67,8 +75,8 @@ WITHOUT_TRAINER: Mapping[str, object] = {
 def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set[str] | None = None) -> RunConfig:
     """The config of `find_config(name)`, with `overrides` applied in order: plain dataclasses, all values resolved.
 
-    Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has them. Raises
-    ConfigError with every problem of the files, the overrides, the types and the ranges at once.
+    Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has
+    them. Raises ConfigError with every problem of the files, the overrides, the types and the ranges at once.
     """
     return load_run(name, overrides, secrets=secrets)[0]
 
@@ -93,7 +101,9 @@ def read_run(
     """
     secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
-    note_secrets(((key.lstrip("+~"), text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
+    note_secrets(
+        ((key.lstrip("+~"), text) for key, _, text in (override.partition("=") for override in overrides)), secrets
+    )
     problems = _apply(settings, overrides)
     resolve_gpus(settings)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
@@ -152,7 +162,9 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     """The config without its teachers, the report of NeMo RL's keys, and the problems; no config: unknown algorithm."""
     problems: list[Problem] = []
     elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
-    known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
+    known, unknown, misplaced = _sort_out(
+        {key: setting for key, setting in settings.items() if key not in elsewhere}, problems
+    )
     written = known | unknown | elsewhere
     tree = Tree(written, secrets)
 
@@ -167,10 +179,14 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     refused: list[Problem] = []
     translated, migration = migrate(known, value_of, refused)
     notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
-    migration.without_effect += [(key, setting, "read only where another key refers to it") for key, setting in notes.items()]
+    migration.without_effect += [
+        (key, setting, "read only where another key refers to it") for key, setting in notes.items()
+    ]
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or keys of the inactive backend.
-    beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
+    beside = {
+        key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated
+    }
     reader = ValueReader(Tree(notes | beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     origins = {".".join(key): setting.origin for key, setting in translated.items()}
@@ -191,7 +207,9 @@ def _serving_agents(config: RunConfig) -> RunConfig:
 
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every value written out, as YAML that `load_config` reads; secrets replaced by `<redacted>`."""
-    return yaml.dump(_plain(config), Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return yaml.dump(
+        _plain(config), Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
 
 
 def _plain(config: RunConfig) -> dict[str, object]:
@@ -213,7 +231,10 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
     new, absent, lines = flatten(_plain(config), (), ""), Setting("(no such key)", ""), []
     for key in (key for key in old | new if old.get(key) != new.get(key)):
         origin = config.facts.origins.get(".".join(key))
-        lines.append(f"{describe(key, old.get(key, absent))} -> {shorten(new.get(key, absent).value)}" + (f" ({origin})" if origin else ""))
+        lines.append(
+            f"{describe(key, old.get(key, absent))} -> {shorten(new.get(key, absent).value)}"
+            + (f" ({origin})" if origin else "")
+        )
     return lines
 
 
@@ -249,7 +270,9 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
     unknown: Settings = {}
     misplaced: set[str] = set()
     starts: dict[Key, list[Key]] = {}
-    beginnings = {split_key(known_key)[:end] for known_key in _known_keys()[0] for end in range(1, known_key.count(".") + 1)}
+    beginnings = {
+        split_key(known_key)[:end] for known_key in _known_keys()[0] for end in range(1, known_key.count(".") + 1)
+    }
     for key, setting in settings.items():
         is_known, at, fault = _place(key, setting.value)
         if is_known or is_foreign(key, setting.value):
@@ -271,7 +294,9 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
         else:
             rule, _, way_out = f"no such section, with {len(keys)} keys{hint}".partition("; ")
             name = ".".join(start)
-            problems.append(Problem("unknown-section", name, None, rule, way_out, origin=first.origin, says_origin=True))
+            problems.append(
+                Problem("unknown-section", name, None, rule, way_out, origin=first.origin, says_origin=True)
+            )
     return known, unknown, misplaced
 
 
@@ -324,10 +349,13 @@ def nearest_key(key: Key) -> str | None:
     known, names = _known_keys()
     if name in TRL_NAMES and name not in names:
         return TRL_NAMES[name]
-    siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
+    siblings = list(
+        dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
+    )
     if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]
-    # First the nearest name, then its few keys: comparing every whole key takes seconds in a file with many unknown keys.
+    # First the nearest name, then its few keys: comparing every whole key takes seconds in a file with many unknown
+    # keys.
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not closest:
         return None

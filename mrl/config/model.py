@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models: the folders that hold them, the sizes in their config.json, and `policy.hf_config_overrides`.
 
-With overrides a run starts from a folder with another config.json, so that trainer, engines and conversion read the same.
+With overrides a run starts from a folder with another config.json, so that trainer, engines and conversion read the
+same.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ logger = logging.getLogger(__name__)
 Section = TypeVar("Section")
 
 
-_FILE_ENDINGS = tuple(f".{name}" for name in "jsonl json parquet arrow gz zst zip csv tsv txt yaml safetensors gguf bin pt pth".split())
+_FILE_ENDINGS = tuple(
+    f".{name}" for name in "jsonl json parquet arrow gz zst zip csv tsv txt yaml safetensors gguf bin pt pth".split()
+)
 
 
 def is_hub_id(model: str) -> bool:
@@ -83,8 +86,8 @@ def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
     """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache, else downloaded.
 
-    Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and tokenizer are
-    downloaded.
+    Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and
+    tokenizer are downloaded.
 
     Raises:
         ValueError: the model is neither in the cache nor can be downloaded.
@@ -103,8 +106,8 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = error
     raise ValueError(
-        f"{model} is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded: {reason}; "
-        "name a folder, or download the model on a host with a network"
+        f"{model} is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded: "
+        f"{reason}; name a folder, or download the model on a host with a network"
     )
 
 
@@ -161,7 +164,10 @@ def find_missing_weights(config: RunConfig) -> list[Problem]:
         name = section.model_name
         folder, reason = Path(name), "give a folder that has them"
         if is_hub_id(name):
-            folder, reason = cached_folder(name, with_weights=False) or folder, "they are downloaded at the start of the run"
+            folder, reason = (
+                cached_folder(name, with_weights=False) or folder,
+                "they are downloaded at the start of the run",
+            )
         if folder in found or not os.path.isfile(folder / "config.json"):
             continue
         try:
@@ -233,7 +239,9 @@ class ModelSizes:
     """Sizes of a model from which layouts, memory, operations and caches follow. 0 = the model has no such layer."""
 
     layers: tuple[str, ...]
-    """Letters of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba; `*-` or `*E` of a decoder."""
+    """Letters of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba; `*-` or `*E` of a
+    decoder.
+    """
     hidden: int
     vocabulary: int
     heads: int = 0
@@ -276,7 +284,8 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
     """Sizes of the model in a Hugging Face folder, for training, with `overrides` in its config.json.
 
     Raises:
-        ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
+        ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way
+            out, not the key.
     """
     hf_config = read_hf_config(folder, overrides)
     if not family(hf_config).can_train:
@@ -308,7 +317,11 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         return int(str(given.get(name) or 0))
 
     pattern, with_experts = given.get("hybrid_override_pattern"), set(found.expert_layers(hf_config))
-    layers = tuple(str(pattern)) if pattern else tuple("*E" if index in with_experts else "*-" for index in range(size("num_layers")))
+    layers = (
+        tuple(str(pattern))
+        if pattern
+        else tuple("*E" if index in with_experts else "*-" for index in range(size("num_layers")))
+    )
     kinds = set("".join(layers))
     mla = [size(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
     return ModelSizes(
@@ -358,10 +371,15 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
     rope = new if is_given else {**old, **new}
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", old.get("rope_theta"))
-    # transformers 4, and libraries built on it, read only the older names, and silently use other positions without them.
+    # transformers 4, and libraries built on it, read only the older names, and silently use other positions without
+    # them.
     scaling = None if rope["rope_type"] == "default" else rope
     merged |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-    factor, length, longest = rope.get("factor"), rope.get("original_max_position_embeddings"), merged.get("max_position_embeddings")
+    factor, length, longest = (
+        rope.get("factor"),
+        rope.get("original_max_position_embeddings"),
+        merged.get("max_position_embeddings"),
+    )
     if rope["rope_type"] == "yarn" and "max_position_embeddings" not in overrides:
         if isinstance(factor, int | float) and isinstance(length, int) and isinstance(longest, int):
             merged["max_position_embeddings"] = max(longest, round(factor * length))
@@ -380,7 +398,9 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[tuple[str, str | None, str]]:
-    """Key, value and rule for every override that nothing here reads, and for every one that does not fit the checkpoint."""
+    """Key, value and rule for every override that nothing here reads, and for every one that does not fit the
+    checkpoint.
+    """
     hf_config = read_config(folder / "config.json")
     merged = _Reads(overridden_config(hf_config, overrides))
     try:
@@ -401,8 +421,8 @@ def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> lis
 def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: Path) -> Path:
     """`folder` if it needs no change; else a folder in `beside` with links to its files and another config.json.
 
-    That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have no link.
-    Equal folders are made once. All hosts that read the result must have `folder` at the same path.
+    That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have
+    no link. Equal folders are made once. All hosts that read the result must have `folder` at the same path.
     """
     hf_config = read_config(folder / "config.json")
     merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)
@@ -415,7 +435,9 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
         return target
     if hidden:
         shown = SINGLE_FILE if (folder / SINGLE_FILE).exists() else INDEX_FILE
-        logger.warning("%s: the weights are those of %s, as in transformers; not read: %s", folder, shown, ", ".join(hidden))
+        logger.warning(
+            "%s: the weights are those of %s, as in transformers; not read: %s", folder, shown, ", ".join(hidden)
+        )
     beside.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
     try:

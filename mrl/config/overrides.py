@@ -19,7 +19,9 @@ from mrl.config.errors import COMMAND_LINE, ConfigError, Problem, told
 from mrl.config.files import Settings, flatten, one_line, overlay, rename, split_key, two_names
 
 MAX_CHARACTERS = 10_000
-"""Limit of an override. Hydra's parser takes a second and a half for a list of that length, and four times as long for twice the length."""
+"""Limit of an override. Hydra's parser takes a second and a half for a list of that length, and four times as long for
+twice the length.
+"""
 FORMS = "write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
 
 _PARSER = OverridesParser.create()
@@ -54,13 +56,19 @@ def quoted(value: object) -> str:
 
 def _apply(settings: Settings, override: str) -> Problem | str | None:
     if len(override) > MAX_CHARACTERS:
-        return f"override {override[:80]}...: {len(override):,} characters; write at most {MAX_CHARACTERS:,}, or the value into a file"
+        return (
+            f"override {override[:80]}...: {len(override):,} characters; write at most {MAX_CHARACTERS:,}, or "
+            "the value into a file"
+        )
     parsed = _PARSER.parse_override(override)
     name, value = parsed.key_or_group, parsed.value()
     if not name or parsed.package is not None or parsed.is_value_path or "/" in name:
         return f"override {override}: {FORMS}"
     if isinstance(value, Sweep | Glob):
-        return f"override {override}: several values, of which Hydra would make several runs; write a list, {name}=[...], or quote the text"
+        return (
+            f"override {override}: several values, of which Hydra would make several runs; write a list, "
+            f"{name}=[...], or quote the text"
+        )
     if parsed.type == OverrideType.EXTEND_LIST:
         return f"override {override}: no list is extended; write the whole list"
     key = split_key(RENAMED.get(name, name))
@@ -75,11 +83,19 @@ def _apply(settings: Settings, override: str) -> Problem | str | None:
             del settings[other]
         return None
     if parsed.is_add() and below:
-        return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {override[1:]} to replace it"
+        return (
+            f"override {override}: {name} is already set by {settings[below[0]].origin}; write {override[1:]} "
+            "to replace it"
+        )
     new = rename(flatten(value, split_key(name), COMMAND_LINE, _text(override)))
     for written, setting in new.items():
         other = settings.get(written)
-        if other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as and other.value != setting.value:
+        if (
+            other is not None
+            and other.origin == COMMAND_LINE
+            and other.written_as != setting.written_as
+            and other.value != setting.value
+        ):
             return two_names(written, other, setting)
     overlay(settings, new)
     return None

@@ -16,7 +16,9 @@ from pathlib import Path
 _NONE = inspect.Parameter.empty
 QUESTIONS = ("question", "problem")
 ANSWERS = ("answer", "expected_answer", "solution", "gold", "gold_answer", "label", "target", "reference")
-"""Names under which libraries and data sets give the answer of a row. Where the row has such a column too, they mean that."""
+"""Names under which libraries and data sets give the answer of a row. Where the row has such a column too, they mean
+that.
+"""
 REPLIES = ("completion", "generation", "prediction", "predict_str")
 BATCHED = {"prompts": "prompt", "completions": "response"}
 """TRL's names. A reward function that takes one of them gets lists of one rollout, and returns one."""
@@ -59,7 +61,12 @@ LOSS = Kind(("tokens", "ratio_T", "clipped_ratio_T", "config"), "tuple[Tensor, T
 PROCESSOR = Kind(("row",), "dict")
 LOGGER = Kind(
     ("config", "run"),
-    methods={"log": ("metrics", "step"), "log_host": ("metrics", "seconds"), "log_samples": ("samples", "step"), "close": ()},
+    methods={
+        "log": ("metrics", "step"),
+        "log_host": ("metrics", "seconds"),
+        "log_samples": ("samples", "step"),
+        "close": (),
+    },
 )
 
 
@@ -88,7 +95,9 @@ class Hook:
         bound.apply_defaults()
         bound.arguments.update(arguments)
         if self.rest is not None:
-            bound.arguments[self.rest] = {name: value for name, value in others.items() if name not in self.signature.parameters}
+            bound.arguments[self.rest] = {
+                name: value for name, value in others.items() if name not in self.signature.parameters
+            }
         return self.function(*bound.args, **bound.kwargs)
 
 
@@ -107,8 +116,8 @@ def find(path: str) -> Callable[..., object]:
         found = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module runs the user's code
         raise ValueError(
-            f"cannot be imported ({type(error).__name__}: {error}); write package.module:name, and start the run in the module's folder, "
-            "install it, or set PYTHONPATH"
+            f"cannot be imported ({type(error).__name__}: {error}); write package.module:name, and start the run "
+            "in the module's folder, install it, or set PYTHONPATH"
         ) from error
     if not is_path(path) or not callable(found):
         raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name")
@@ -127,7 +136,9 @@ def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
     for name, parameters in kind.methods.items():
         method = getattr(found, name, None)
         if not callable(method) or not _takes(method, parameters, "self"):
-            raise ValueError(f"has no {name}({', '.join(parameters)}); write a method of that name, or inherit mrl.api.Sink")
+            raise ValueError(
+                f"has no {name}({', '.join(parameters)}); write a method of that name, or inherit mrl.api.Sink"
+            )
     return found
 
 
@@ -140,15 +151,19 @@ def find_reward(path: str) -> Hook:
 def missing_columns(path: str, columns: Collection[str], *, has_answer: bool) -> list[str]:
     """Parameters of a reward function without a column in a row, which have no default and are no value of mrl's."""
     hook = find_reward(path)
-    answers = [] if has_answer else [name for name in hook.names if name in ANSWERS and hook.signature.parameters[name].default is _NONE]
+    answers = (
+        []
+        if has_answer
+        else [name for name in hook.names if name in ANSWERS and hook.signature.parameters[name].default is _NONE]
+    )
     return [name for name in (*hook.columns, *answers) if name not in columns]
 
 
 def bind(found: Callable[..., object], kind: Kind) -> Hook:
     """Binds a function's parameters to the values of its kind by name. A ValueError says which names it may take.
 
-    A parameter without a default has to name a value, in whatever place it stands. The only one of a hook of one value is that value.
-    `*args` stays empty. What `functools.partial` has set stays as it is.
+    A parameter without a default has to name a value, in whatever place it stands. The only one of a hook of one value
+    is that value. `*args` stays empty. What `functools.partial` has set stays as it is.
     """
     if isinstance(found, type):
         raise ValueError(f"is a class; write {_wanted(found, kind)}")
@@ -160,7 +175,11 @@ def bind(found: Callable[..., object], kind: Kind) -> Hook:
         raise ValueError(f"is no async function; write {_wanted(found, kind)}")
     signature = _signature(found)
     fixed = found.keywords if isinstance(found, functools.partial) else {}
-    taken = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in fixed]
+    taken = [
+        p
+        for p in signature.parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in fixed
+    ]
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     names = {name: value for p in taken if (value := _value(name := p.name, p.default, kind)) is not None}
     needed = [p.name for p in taken if p.default is p.empty and p.name not in names]
@@ -169,11 +188,16 @@ def bind(found: Callable[..., object], kind: Kind) -> Hook:
     if needed and not kind.takes_columns:
         raise ValueError(f"takes {signature}, and mrl has no {', '.join(needed)}; write {_wanted(found, kind)}")
     if not taken and any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
-        raise ValueError(f"takes {signature}, which names nothing; put functools.wraps into its decorator, or write {_wanted(found, kind)}")
+        raise ValueError(
+            f"takes {signature}, which names nothing; put functools.wraps into its decorator, or write "
+            f"{_wanted(found, kind)}"
+        )
     if not rest and set(names.values()).isdisjoint(kind.needs or kind.parameters):
         lacks = f"nothing of {', '.join(kind.needs or kind.parameters)}"
         raise ValueError(f"takes {signature}, {lacks}; write {_wanted(found, kind)}")
-    optional = tuple(p.name for p in taken if p.name not in names and p.name not in needed) if kind.takes_columns else ()
+    optional = (
+        tuple(p.name for p in taken if p.name not in names and p.name not in needed) if kind.takes_columns else ()
+    )
     return Hook(found, signature, names, tuple(needed), optional, rest)
 
 
@@ -191,9 +215,15 @@ def code_digest(path: str) -> str:
     name = path.partition(":")[0]
     while name not in sys.modules:
         name = name.rpartition(".")[0]
-    files = {file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)}
+    files = {
+        file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)
+    }
     own = sys.modules[name].__file__ or ""
-    beside = sorted(file for file in files if file == own or (file.endswith(".py") and os.path.dirname(file) == os.path.dirname(own)))
+    beside = sorted(
+        file
+        for file in files
+        if file == own or (file.endswith(".py") and os.path.dirname(file) == os.path.dirname(own))
+    )
     return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in beside if os.path.isfile(file))).hexdigest()
 
 
@@ -204,7 +234,9 @@ def _signature(found: Callable[..., object]) -> inspect.Signature:
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
         return inspect.signature(found) if is_open else own
     except (TypeError, ValueError) as error:
-        raise ValueError(f"has no signature that Python can read ({error}); call it in a function of your own") from error
+        raise ValueError(
+            f"has no signature that Python can read ({error}); call it in a function of your own"
+        ) from error
 
 
 def _takes(function: Callable[..., object], parameters: tuple[str, ...], *first: object) -> bool:
@@ -223,6 +255,6 @@ def _wanted(found: object, kind: Kind) -> str:
     if not kind.takes_columns:
         return f"{'async ' if kind.is_async else ''}def {name}({', '.join(kind.parameters)}) -> {kind.returns}"
     return (
-        f"def {name}({', '.join(kind.parameters[:3])}) -> {kind.returns}, or with any of {', '.join(kind.parameters[3:])}, "
-        f"their other names ({', '.join(kind.synonyms)}), and columns of the row"
+        f"def {name}({', '.join(kind.parameters[:3])}) -> {kind.returns}, or with any of "
+        f"{', '.join(kind.parameters[3:])}, their other names ({', '.join(kind.synonyms)}), and columns of the row"
     )

@@ -45,8 +45,12 @@ TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"<\|tool_call\|>", ("granite", "phi4_mini_json")),
     (r"<\|python_tag\|>|\"parameters\": ", ("llama3_json", "llama4_json")),
 )
-"""Mark in a template -> the parsers that read this format, the first of which is chosen. The first mark found counts."""
-_THINK = "deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 kimi_k2 mimo minimax_m2 nemotron_v3 olmo3 qwen3 step3 step3p5"
+"""Mark in a template -> the parsers that read this format, the first of which is chosen. The first mark found
+counts.
+"""
+_THINK = (
+    "deepseek_r1 deepseek_v3 ernie45 glm45 glm47 holo2 kimi_k2 mimo minimax_m2 nemotron_v3 olmo3 qwen3 step3 step3p5"
+)
 THOUGHTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"<seed:think>", ("seed_oss",)),
     (r"\[THINK\]", ("mistral",)),
@@ -63,7 +67,9 @@ SIMPLE = "hermes"
 
 
 def served_text(config: RunConfig) -> str | None:
-    """The chat template of conversations over HTTP; None if its file is not here. Of several templates, that for tools."""
+    """The chat template of conversations over HTTP; None if its file is not here. Of several templates, that
+    for tools.
+    """
     chosen = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template
     if chosen is None:
         return ""
@@ -116,8 +122,13 @@ def check_formats(config: RunConfig, problems: Problems) -> None:
     where = f"the chat template of {config.policy.tokenizer.name}"
     if chat.enable_auto_tools and chat.tool_parser is None and tool_parser_of(config) is None:
         rule = f"the format of tool calls in {where} is not known, and a request with tools needs {CHAT}.tool_parser"
-        way_out = f"set {CHAT}.enable_auto_tools=true and {CHAT}.tool_parser=NAME, one of vLLM's, or {CHAT}.enable_auto_tools=false"
-        problems.add(f"{CHAT}.tool_parser", rule, f"{way_out} if nobody sends tools", others=[f"{CHAT}.enable_auto_tools"])
+        way_out = (
+            f"set {CHAT}.enable_auto_tools=true and {CHAT}.tool_parser=NAME, one of vLLM's, or "
+            f"{CHAT}.enable_auto_tools=false"
+        )
+        problems.add(
+            f"{CHAT}.tool_parser", rule, f"{way_out} if nobody sends tools", others=[f"{CHAT}.enable_auto_tools"]
+        )
     kinds = (("tool_parser", chat.tool_parser, TOOL_CALLS), ("reasoning_parser", chat.reasoning_parser, THOUGHTS))
     for kind, name, marks in kinds:
         known = {reader for _, names in marks for reader in names}
@@ -125,4 +136,6 @@ def check_formats(config: RunConfig, problems: Problems) -> None:
         if name in known and written and name not in written:
             what = "tool calls" if kind == "tool_parser" else "thoughts"
             rule = f"{where} writes {what} in another format, and the parser would find none"
-            problems.add(f"{CHAT}.{kind}", rule, f"use {written[0]}, or give that format's template in {CHAT}.chat_template")
+            problems.add(
+                f"{CHAT}.{kind}", rule, f"use {written[0]}, or give that format's template in {CHAT}.chat_template"
+            )

@@ -21,7 +21,13 @@ from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 
 Library = Literal[
-    "EngineArgs", "CompilationConfig", "SpeculativeConfig", "TransformerConfig", "tool_parser", "reasoning_parser", "CPUAttentionBackend"
+    "EngineArgs",
+    "CompilationConfig",
+    "SpeculativeConfig",
+    "TransformerConfig",
+    "tool_parser",
+    "reasoning_parser",
+    "CPUAttentionBackend",
 ]
 
 _ENGINE = "policy.generation.vllm_cfg"
@@ -31,7 +37,9 @@ KEYS_OF_ENGINE_ARGUMENTS: Mapping[str, str] = _TABLES["engine_keys"]
 """Engine argument -> the key of mrl that it follows from."""
 LAYOUT_ARGUMENTS: Mapping[str, object] = _TABLES["engine_layout"]
 """Engine argument on GPUs -> the value under which experts lie as in the checkpoint."""
-FIXED_ENGINE_ARGUMENTS: Mapping[str, str] = {name: group["reason"] for group in _TABLES["engine_fixed"] for name in group["names"]}
+FIXED_ENGINE_ARGUMENTS: Mapping[str, str] = {
+    name: group["reason"] for group in _TABLES["engine_fixed"] for name in group["names"]
+}
 """Engine argument with one value that works -> why."""
 FIXED_SPECULATIVE_ARGUMENTS: Mapping[str, str] = {
     name: group["reason"] for group in _TABLES["speculative_fixed"] for name in group["names"]
@@ -52,7 +60,15 @@ DESCRIBED: Mapping[Library, str] = {
     "SpeculativeConfig": "vLLM's speculation",
     "TransformerConfig": "Megatron's TransformerConfig",
 }
-_SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping", list: "list", type(None): "null"}
+_SCALARS = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    dict: "mapping",
+    list: "list",
+    type(None): "null",
+}
 
 
 def check_arguments(config: RunConfig, problems: Problems) -> None:
@@ -65,7 +81,9 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
             instead = f"{_ENGINE}.kv_cache_memory_mib"
         if instead is not None:
             problems.add(f"{prefix}.{name}", f"mrl sets it from {instead}", "set that")
-        elif name in LAYOUT_ARGUMENTS and value == LAYOUT_ARGUMENTS[name] and type(value) is type(LAYOUT_ARGUMENTS[name]):
+        elif (
+            name in LAYOUT_ARGUMENTS and value == LAYOUT_ARGUMENTS[name] and type(value) is type(LAYOUT_ARGUMENTS[name])
+        ):
             continue
         elif name in FIXED_ENGINE_ARGUMENTS:
             problems.add(f"{prefix}.{name}", FIXED_ENGINE_ARGUMENTS[name], "remove the key")
@@ -85,7 +103,10 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
         if name in own:
             problems.add(f"{prefix}.{name}", "it is a key of its own", f"set policy.megatron_cfg.{name}")
         elif name in arguments_of("TransformerConfig") and name not in OVERRIDABLE:
-            rule = "it says what is computed, and trainer and engines take that from the model's config.json and the keys of policy"
+            rule = (
+                "it says what is computed, and trainer and engines take that from the model's config.json and "
+                "the keys of policy"
+            )
             problems.add(f"{prefix}.{name}", rule, f"remove it (overridable are {', '.join(sorted(OVERRIDABLE))})")
         else:
             _check_value("TransformerConfig", prefix, name, value, problems)
@@ -122,7 +143,10 @@ def _check_remote_code(key: str, value: object, problems: Problems) -> None:
     for name, setting in inner.items():
         dotted = f"{key}.{name}".lstrip(".")
         if str(name).replace("-", "_") == "trust_remote_code" and setting not in (None, False):
-            rule = "mrl runs no Python files of a model's folder; transformers and vLLM have all model types that it trains"
+            rule = (
+                "mrl runs no Python files of a model's folder; transformers and vLLM have all model types that "
+                "it trains"
+            )
             problems.tell(dotted, spell(setting), rule, "remove the key")
         _check_remote_code(dotted, setting, problems)
 
@@ -133,7 +157,11 @@ def _check_value(library: Library, prefix: str, name: str, value: object, proble
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         problems.add(f"{prefix}.{name}", f"no argument of {DESCRIBED[library]}", f"the nearest is {nearest}")
         return
-    own = {_SCALARS.get(type(value)), "number" if type(value) is int else None, f"={value}" if isinstance(value, str | int) else None}
+    own = {
+        _SCALARS.get(type(value)),
+        "number" if type(value) is int else None,
+        f"={value}" if isinstance(value, str | int) else None,
+    }
     if own.isdisjoint(known[name]):
         kinds = [kind.removeprefix("=") for kind in known[name]]
         problems.add(f"{prefix}.{name}", f"not a value of {DESCRIBED[library]}'s argument", f"use {' or '.join(kinds)}")

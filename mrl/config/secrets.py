@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets of environment and configs, blanked out of all that is written: saved configs, messages, logs, tracebacks.
 
-The secrets of a config are the values of keys that are called like a secret, and of environment variables that its expressions read.
-`load_config` collects them in the config's `Facts`, and in the set that the log handler of the entry blanks out.
+The secrets of a config are the values of keys that are called like a secret, and of environment variables that its
+expressions read. `load_config` collects them in the config's `Facts`, and in the set that the log handler of the entry
+blanks out.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
 
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
-"""plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object a line."""
-PREFIXES: dict[LogStyle, str] = {"text": "{time:%F %T} {level} ", "terminal": "{time:%T} ", "actor": "{time:%F %T.%f} {level} {name}: "}
+"""plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object
+a line.
+"""
+PREFIXES: dict[LogStyle, str] = {
+    "text": "{time:%F %T} {level} ",
+    "terminal": "{time:%T} ",
+    "actor": "{time:%F %T.%f} {level} {name}: ",
+}
 TRACEBACK = "traceback.txt"
 STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
@@ -45,7 +52,12 @@ _FORMAT_WARNING = warnings.formatwarning
 _FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,9999}?-----END [A-Z ]{0,30}PRIVATE KEY-----", re.DOTALL), REDACTED),
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,9999}?-----END [A-Z ]{0,30}PRIVATE KEY-----", re.DOTALL
+        ),
+        REDACTED,
+    ),
     # The user of a URL may be a token. A password may hold `/` and `@`; `host:8000/a@b` has none.
     (
         re.compile(
@@ -54,7 +66,10 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
         ),
         rf"\1{REDACTED}@",
     ),
-    (re.compile(r"(?<![\w/.:@-])(?!mailto:)[A-Za-z][\w.+-]{0,60}:[^\s/@:]{3,200}@(?!sha256:)(?=[\w-]+[.:/])"), f"{REDACTED}@"),
+    (
+        re.compile(r"(?<![\w/.:@-])(?!mailto:)[A-Za-z][\w.+-]{0,60}:[^\s/@:]{3,200}@(?!sha256:)(?=[\w-]+[.:/])"),
+        f"{REDACTED}@",
+    ),
     (re.compile(r"\b(hooks\.slack\.com|discord(?:app)?\.com/api/webhooks)/\S+"), rf"\1/{REDACTED}"),
     (
         re.compile(
@@ -146,7 +161,9 @@ def redact_word(word: str, secrets: AbstractSet[str] = frozenset()) -> str:
 def _known(secrets: frozenset[str]) -> re.Pattern[str] | None:
     """Pattern of secrets and their lines as spelt in plain text, shell, JSON, Python, URLs and base64; None if none."""
     # A message may quote a single line of a multi-line key (PEM).
-    lines = {line for secret in secrets for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
+    lines = {
+        line for secret in secrets for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH
+    }
     spelled = {
         form
         for text in secrets | lines
@@ -170,9 +187,15 @@ def _public_parameter(found: re.Match[str]) -> str:
     return found[0] if is_short or _PUBLIC_PARAMETER.fullmatch(name) else start + REDACTED
 
 
-def split_secrets(variables: Mapping[str, str], secrets: AbstractSet[str] = frozenset()) -> tuple[dict[str, str], dict[str, str]]:
+def split_secrets(
+    variables: Mapping[str, str], secrets: AbstractSet[str] = frozenset()
+) -> tuple[dict[str, str], dict[str, str]]:
     """Environment variables that are public, and those that may be secret."""
-    hidden = {name: value for name, value in variables.items() if not env.is_public_variable(name) or redact_text(value, secrets) != value}
+    hidden = {
+        name: value
+        for name, value in variables.items()
+        if not env.is_public_variable(name) or redact_text(value, secrets) != value
+    }
     return {name: value for name, value in variables.items() if name not in hidden}, hidden
 
 
@@ -215,7 +238,9 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     handler.setFormatter(SecretsFormatter("terminal" if style == "text" and output.isatty() else style, secrets))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(style != "plain")
-    warnings.formatwarning = lambda *words, **options: safe_text(redact_text(_FORMAT_WARNING(*words, **options), secrets))
+    warnings.formatwarning = lambda *words, **options: safe_text(
+        redact_text(_FORMAT_WARNING(*words, **options), secrets)
+    )
 
     def of_library(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = logging.LogRecord(*arguments, **options)

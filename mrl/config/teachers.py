@@ -26,12 +26,20 @@ TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation."
 Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[Problem]]"]
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
-ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size", "hf_config_overrides": "hf_config_overrides"}
+ELSEWHERE = {
+    "precision": "precision",
+    "micro_batch_size": "logprob_batch_size",
+    "hf_config_overrides": "hf_config_overrides",
+}
 """Key of a teacher's place -> the corresponding key of `policy`."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 GPUS = ("num_nodes", "gpus_per_node")
 """Keys of NeMo RL's teachers for their own GPUs; here teachers work on the policy's."""
-OWN_CUT = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size")
+OWN_CUT = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "virtual_pipeline_model_parallel_size",
+)
 """Keys that cut the policy's layers; a teacher has its own."""
 
 
@@ -58,7 +66,9 @@ def read_teachers(
         written = _written(settings, secrets, problems)
         config = with_value(config, TEACHER, None if problems else read(Own(written, TEACHER)))
         if config.teacher is None:
-            origins |= {".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]}
+            origins |= {
+                ".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]
+            }
     with suppress(NotKnown):
         if config.teaching is not None:
             *_, origin = ("", *(origin for key, origin in origins.items() if key.startswith(SEVERAL)))
@@ -90,8 +100,15 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
             continue
         place: dict[str, object] = dict(places.default_teacher_cfg) if places else {}
         place |= _mapping(places.teacher_overrides.get(name)) if places else {}
-        megatron: dict[str, object] = {**dict.fromkeys(SIZES, 1), **dict.fromkeys(OWN_CUT), "enabled": True, "peft.enabled": False}
-        megatron |= {key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")}
+        megatron: dict[str, object] = {
+            **dict.fromkeys(SIZES, 1),
+            **dict.fromkeys(OWN_CUT),
+            "enabled": True,
+            "peft.enabled": False,
+        }
+        megatron |= {
+            key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")
+        }
         megatron |= _mapping(place.get("megatron_cfg_overrides"))
         # Like the policy's, a teacher's sequences are split where its tensors are.
         megatron.setdefault("sequence_parallel", splits_sequences and megatron["tensor_model_parallel_size"] != 1)
@@ -121,7 +138,9 @@ def _read(
 
     def is_own(key: Key) -> bool:
         """Tells whether the teacher has a value of its own, or something in place of the section."""
-        return key[1:2] in never_shared or any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
+        return key[1:2] in never_shared or any(
+            key[: len(other)] == other or other[: len(key)] == key for other in own.settings
+        )
 
     def shared_value(key: Key, setting: Setting) -> Setting:
         """Resolves the policy's value: the same expression might have another value in the teacher."""

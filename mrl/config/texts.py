@@ -7,12 +7,15 @@ import re
 from collections.abc import Sequence
 
 MAX_TEXT_CHARACTERS = 4 << 20
-"""Limit of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so it fits into a message to a child."""
+"""Limit of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so it fits into a
+message to a child.
+"""
 
 REPLACEMENT = "\ufffd"
 CUT = "\n[cut]\n"
 
-# Controls but tab and newline (NUL, escapes of terminals), bidirectional embeddings, overrides and isolates, halves of surrogate pairs.
+# Controls but tab and newline (NUL, escapes of terminals), bidirectional embeddings, overrides and isolates, halves of
+# surrogate pairs.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -78,7 +78,9 @@ def _kinds(hint: object) -> list[Any]:
     """The types that a hint allows, without `Annotated` and `| None`."""
     if get_origin(hint) is Annotated:
         return _kinds(get_args(hint)[0])
-    return [kind for each in get_args(hint) for kind in _kinds(each)] if get_origin(hint) in (Union, UnionType) else [hint]
+    return (
+        [kind for each in get_args(hint) for kind in _kinds(each)] if get_origin(hint) in (Union, UnionType) else [hint]
+    )
 
 
 def _inner(hint: object, container: type) -> object:
@@ -102,7 +104,9 @@ def find_long_expressions(values: Mapping[str, object]) -> list[Problem]:
         if name not in known:
             keys = [name] if name in texts else [key for key in texts if key.startswith(f"{name}.")]
             references = [other for key in keys for other in _REFERENCE_OR_SELECT.findall(texts[key])]
-            known[name] = sum(len(texts[key]) for key in keys) + sum(length(other, (*above, name)) for other in references)
+            known[name] = sum(len(texts[key]) for key in keys) + sum(
+                length(other, (*above, name)) for other in references
+            )
         return known[name]
 
     problems = []
@@ -153,13 +157,17 @@ class Tree:
         """The unresolved value of a dotted key; None if there is none."""
         value: object = self._content
         for name in re.findall(r"[^.\[\]]+", dotted):
-            value = value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
+            value = (
+                value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
+            )
         return value
 
     def references(self, dotted: str) -> frozenset[str]:
         """The other keys of the schema that a key's expression refers to."""
         written = self.written(dotted)
-        return frozenset(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else frozenset()
+        return (
+            frozenset(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else frozenset()
+        )
 
 
 class ValueReader:
@@ -212,8 +220,14 @@ class ValueReader:
         """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
         references = {key: others for key in KEYS if (others := self._tree.references(key))}
         wrong = {*self._misplaced, *(key.partition("[")[0] for key in self._problems)}
-        faults = {key: key for key in sorted(wrong) if not references.get(key, frozenset()) & wrong} or {key: key for key in sorted(wrong)}
-        while followers := {key: min(seen) for key, others in references.items() if key not in faults and (seen := others & faults.keys())}:
+        faults = {key: key for key in sorted(wrong) if not references.get(key, frozenset()) & wrong} or {
+            key: key for key in sorted(wrong)
+        }
+        while followers := {
+            key: min(seen)
+            for key, others in references.items()
+            if key not in faults and (seen := others & faults.keys())
+        }:
             faults |= {key: faults[other] for key, other in followers.items()}
         return {key: key for key in wrong} | faults
 
@@ -268,7 +282,9 @@ def _defaults(section: type) -> dict[str, Any]:
         else:
             found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
     for name in LIKE_POLICY if section is RunConfig else ():
-        found[name] = {key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()}
+        found[name] = {
+            key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()
+        }
     return found
 
 
@@ -309,7 +325,9 @@ def _register_resolvers(secrets: set[str]) -> None:
     def read(name: str, *default: object) -> str | None:
         value = oc.env(name, *default)
         # Paths, sizes and defaults are no secrets, unless the variable is named like a secret.
-        if value is not None and (env.is_secret_variable(name) or (env.variable(name) and not env.is_public_variable(name))):
+        if value is not None and (
+            env.is_secret_variable(name) or (env.variable(name) and not env.is_public_variable(name))
+        ):
             note_texts(value, secrets)
         return value
 

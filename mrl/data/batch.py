@@ -31,7 +31,11 @@ def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[
 
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
     """The batch of these sequences, a pure function of their order. Invalid sequences do not count in denominators."""
-    valid_lengths = [sequence.rollout.num_generated for sequence in sequences if sequence.is_valid and sequence.rollout.num_generated > 0]
+    valid_lengths = [
+        sequence.rollout.num_generated
+        for sequence in sequences
+        if sequence.is_valid and sequence.rollout.num_generated > 0
+    ]
     lengths = [sequence.rollout.num_tokens for sequence in sequences]
     cost = sequence_cost(config.policy.model_name)
     rows, logprob_rows = plan_batch(lengths, config.policy, dp_size=config.data_parallel_size, cost=cost)
@@ -50,11 +54,15 @@ def plan_batch(
 ) -> tuple[RowPlan, RowPlan]:
     """Rows for training and for logprob passes, of sequences of these lengths; a rank has the same sequences in both.
 
-    Each length may be that of a group of `group_size` sequences that stay together: rows then have so many times the tokens.
+    Each length may be that of a group of `group_size` sequences that stay together: rows then have so many times the
+    tokens.
     """
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     packing = policy.sequence_packing
-    train_tokens, logprob_tokens = max_row_tokens(policy, "train", group_size), max_row_tokens(policy, "logprob", group_size)
+    train_tokens, logprob_tokens = (
+        max_row_tokens(policy, "train", group_size),
+        max_row_tokens(policy, "logprob", group_size),
+    )
     if packing.enabled:
         train = planning.pack(padded, algorithm=packing.algorithm, row_tokens=train_tokens, dp_size=dp_size, cost=cost)
         logprob = train
@@ -86,11 +94,15 @@ def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"], gro
     return padded_length(num_sequences * longest, policy.row_multiple)
 
 
-def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost, group_size: int = 1) -> dict[str, float]:
+def plan_metrics(
+    plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost, group_size: int = 1
+) -> dict[str, float]:
     """Fill of a plan's rows and balance of the ranks, as `train/*`."""
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     num_rows = sum(len(rows) for rows in plan)
-    in_rows = sum(padded_length(max(1, sum(padded[index] for index in row)), policy.row_multiple) for rows in plan for row in rows)
+    in_rows = sum(
+        padded_length(max(1, sum(padded[index] for index in row)), policy.row_multiple) for rows in plan for row in rows
+    )
     return {
         "train/num_microbatches": float(len(plan[0])),
         "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train", group_size)),
@@ -110,22 +122,32 @@ class ExampleBatch:
     metrics: dict[str, float]
 
 
-def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:
+def batch_examples(
+    examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost
+) -> ExampleBatch:
     """The batch of these examples, a pure function of their order. The sequences of an example are adjacent in one row.
 
-    All examples have the same number of sequences, at least one. Where they have two, a row has twice the tokens: its limit is that of the
-    preferred answers, and as many again of the others.
+    All examples have the same number of sequences, at least one. Where they have two, a row has twice the tokens: its
+    limit is that of the preferred answers, and as many again of the others.
     """
     size = len(examples[0].sequences)
     lengths = [
-        sum(padded_length(len(sequence.token_ids), policy.sequence_multiple) for sequence in example.sequences) for example in examples
+        sum(padded_length(len(sequence.token_ids), policy.sequence_multiple) for sequence in example.sequences)
+        for example in examples
     ]
     plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost, group_size=size)
     rows, logprob_rows = (
-        tuple(tuple(tuple(size * example + index for example in row for index in range(size)) for row in rows) for rows in plan)
+        tuple(
+            tuple(tuple(size * example + index for example in row for index in range(size)) for row in rows)
+            for rows in plan
+        )
         for plan in plans
     )
-    rollouts = [as_rollout(sequence, example.example_id, index) for example in examples for index, sequence in enumerate(example.sequences)]
+    rollouts = [
+        as_rollout(sequence, example.example_id, index)
+        for example in examples
+        for index, sequence in enumerate(example.sequences)
+    ]
     return ExampleBatch(tuple(rollouts), rows, logprob_rows, plan_metrics(plans[0], lengths, policy, cost, size))
 
 

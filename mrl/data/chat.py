@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from mrl.config.schema.policy import TokenizerConfig
     from mrl.config.schema.run import RunConfig
 
-RESERVED = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"})
+RESERVED = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"}
+)
 """Words of templates whose values are no row's and no config's."""
 OWN_TEMPLATE = "default"
 """Value of policy.tokenizer.chat_template for the tokenizer's own."""
@@ -72,7 +74,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises what it likes
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the folder of the model's"
+            f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the "
+            "folder of the model's"
         ) from error
 
 
@@ -103,7 +106,9 @@ def load_chat_format(
     # Most data sets take their prompt files from data.default, and messages should name what the user wrote.
     prompt_key, system_key = (key_of(name, default, dataset, key) for name in ("prompt_file", "system_prompt_file"))
     prompt = "{}" if dataset.prompt_file is None else _read(dataset.prompt_file, setting=prompt_key)
-    system_prompt = None if dataset.system_prompt_file is None else _read(dataset.system_prompt_file, setting=system_key)
+    system_prompt = (
+        None if dataset.system_prompt_file is None else _read(dataset.system_prompt_file, setting=system_key)
+    )
     try:
         formatted = prompt.format("<question>")
     except (IndexError, KeyError, ValueError) as error:
@@ -112,14 +117,20 @@ def load_chat_format(
             f"write {{}} for the question, and double every other brace"
         ) from error
     if "<question>" not in formatted:
-        raise ValueError(f"{prompt_key}={dataset.prompt_file} has no place for the question; write {{}} where it belongs")
+        raise ValueError(
+            f"{prompt_key}={dataset.prompt_file} has no place for the question; write {{}} where it belongs"
+        )
     return ChatFormat(prompt, system_prompt, template_kwargs)
 
 
 def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Literal["first", "last"]) -> list[Message]:
     """The conversation with the prompt around the first or last user message, and a system message first if missing."""
     asked = list(messages)
-    questions = [index for index, message in enumerate(asked) if message["role"] == "user" and isinstance(message["content"], str)]
+    questions = [
+        index
+        for index, message in enumerate(asked)
+        if message["role"] == "user" and isinstance(message["content"], str)
+    ]
     if questions:
         index = questions[0 if around == "first" else -1]
         asked[index] = {**asked[index], "content": chat.prompt.format(asked[index]["content"])}
@@ -141,8 +152,8 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
         tokenizer.chat_template = template_text(config.chat_template)
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
-            f"or add chat_template.jinja to that folder"
+            f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned "
+            f"model's tokenizer, or add chat_template.jinja to that folder"
         )
     templates, day = tokenizer.chat_template, config.template_date
     if isinstance(templates, dict):
@@ -180,7 +191,9 @@ def _words(template: str) -> frozenset[str]:
     return frozenset(re.findall(r"[A-Za-z_]\w*", template)) - RESERVED
 
 
-def render(messages: Sequence[Message], tools: Sequence[Fields], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:
+def render(
+    messages: Sequence[Message], tools: Sequence[Fields], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat
+) -> str:
     """The text of a conversation that waits for the assistant's turn; errors as `fit` has them."""
     return fit(Conversation(messages, tools), tokenizer, chat.template_kwargs, add_generation_prompt=True)[1]
 

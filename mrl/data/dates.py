@@ -44,7 +44,7 @@ def dated(template: str, day: str | None) -> str:
     # `strftime_now is defined` and the like stay.
     if re.search(CLOCK + r"\s*\(", fixed):
         raise ValueError(
-            f"policy.tokenizer.chat_template: it calls {CLOCK} with a format that it chooses as it renders, so that the date of a run "
-            f"cannot be fixed; write the format there as a text in quotes"
+            f"policy.tokenizer.chat_template: it calls {CLOCK} with a format that it chooses as it renders, so "
+            f"that the date of a run cannot be fixed; write the format there as a text in quotes"
         )
     return fixed

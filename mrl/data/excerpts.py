@@ -51,7 +51,9 @@ def excerpt(path: Path) -> Excerpt:
     try:
         return _bounded(_of_lines(path, first[:NUM_ENDS]))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read") from error
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read"
+        ) from error
 
 
 def _bounded(found: list[Record], num_rows: int = -1, *, is_cut: bool = False) -> Excerpt:
@@ -80,7 +82,9 @@ def _of_table(path: Path) -> Excerpt:
         num_rows = found
         return _chosen(found)
 
-    return _bounded([table_record(number, row, number / num_rows) for number, row in chosen_rows(path, choose)], num_rows)
+    return _bounded(
+        [table_record(number, row, number / num_rows) for number, row in chosen_rows(path, choose)], num_rows
+    )
 
 
 def _of_stream(path: Path) -> Excerpt:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of what rows say beside roles, contents, questions and answers, as others read it, and mrl's use of each.
 
-Other trainers: TRL, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl, NeMo RL and NeMo, unsloth, OpenAI's fine-tuning, prime-rl, NeMo Gym.
-All else in a row is for its environment, and all else in a message for the chat template.
+Other trainers: TRL, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl, NeMo RL and NeMo, unsloth, OpenAI's fine-tuning,
+prime-rl, NeMo Gym. All else in a row is for its environment, and all else in a message for the chat template.
 """
 
 from __future__ import annotations
@@ -26,23 +26,36 @@ TEMPLATE_COLUMNS = (TEMPLATE_KWARGS, "apply_chat_template_kwargs", "chat_templat
 VARIABLES = ("enable_thinking", "reasoning_effort")
 """Honoured where the chat template has such a variable: columns of verl and of OpenAI's requests."""
 MARKS = ("weight", "train", "training", "trainable", "loss")
-"""Honoured on messages: true or 1 learns it, false or 0 does not (OpenAI `weight`, axolotl `train`, ms-swift `loss`)."""
+"""Honoured on messages: true or 1 learns it, false or 0 does not (OpenAI `weight`, axolotl `train`, ms-swift
+`loss`).
+"""
 UNPAIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen")
 """Refused if false: the row, or the message, shows a reply that is not to be learned (TRL, LLaMA-Factory)."""
 OTHER_THOUGHTS = ("thinking_blocks", "reasoning_details")
 """Refused on messages to learn: thoughts in a form that no chat template reads, unless they are there as text, too."""
 CONTINUED = ("prefix", "partial")
 """Refused if true on the last message of a prompt: the reply would go on from it (Mistral, Moonshot)."""
-OF_SAMPLING = ("sampling_params", "sampling_args", "sampling_parameters", "generation_kwargs", "generation_config", "gen_kwargs")
+OF_SAMPLING = (
+    "sampling_params",
+    "sampling_args",
+    "sampling_parameters",
+    "generation_kwargs",
+    "generation_config",
+    "gen_kwargs",
+)
 """Refused in rows of prompts: all rollouts of a run are sampled alike."""
 MARGIN = "margin"
 """Refused by reward models: TRL's loss subtracts it."""
 _EXCLUDES = ("mask", "ignore", "skip", "exclude", "no", "not", "non")
 _ABOUT_LEARNING = ("train", "learn", "loss", "weight", "supervis", *_EXCLUDES[:4])
-"""Beginnings of words in names of marks. Others than `MARKS` are refused: only their author knows which value means what."""
+"""Beginnings of words in names of marks. Others than `MARKS` are refused: only their author knows which value means
+what.
+"""
 
 SAMPLED = {"temperature": "temperature", "top_p": "top_p"}
-"""Fields of a request that must have the value of this key of policy.generation, if any: all rollouts of a run are sampled alike."""
+"""Fields of a request that must have the value of this key of policy.generation, if any: all rollouts of a run are
+sampled alike.
+"""
 REQUESTED = ("input", "instructions", "tools", "metadata")
 """Fields of a request that are read."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -52,7 +65,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning": ({},),
 }
 """Fields of a request that change nothing with one of these values. Others are refused."""
-WITHOUT_EFFECT = ("model", "user", "safety_identifier", "store", "stream", "background", "include", "service_tier", "prompt_cache_key",
+WITHOUT_EFFECT = ("model", "user", "safety_identifier", "store", "stream", "background", "include", "service_tier",
+                  "prompt_cache_key",
                   "parallel_tool_calls", "top_logprobs")  # fmt: skip
 """Fields of a request that change no prompt and no token that is drawn."""
 
@@ -68,7 +82,8 @@ def template_kwargs_of(fields: Fields, variables: Collection[str] | None) -> Fie
     if isinstance(metadata, dict):
         found |= _object(metadata.get(TEMPLATE_KWARGS), f"metadata.{TEMPLATE_KWARGS}")
         found |= _object(
-            _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}").get(TEMPLATE_KWARGS), f"{EXTRA_BODY}.{TEMPLATE_KWARGS}"
+            _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}").get(TEMPLATE_KWARGS),
+            f"{EXTRA_BODY}.{TEMPLATE_KWARGS}",
         )
     body = _object(fields.get(EXTRA_BODY), EXTRA_BODY)
     found |= _object(body.get(TEMPLATE_KWARGS), f"{EXTRA_BODY}.{TEMPLATE_KWARGS}")
@@ -76,7 +91,11 @@ def template_kwargs_of(fields: Fields, variables: Collection[str] | None) -> Fie
         found |= _object(fields.get(column), column)
     if unknown := sorted(key for key in found if variables is not None and key not in variables):
         raise RowError(f"{TEMPLATE_KWARGS}.{unknown[0]}: the chat template has no such variable; correct or remove it")
-    columns = {key: fields[key] for key in VARIABLES if fields.get(key) is not None and variables is not None and key in variables}
+    columns = {
+        key: fields[key]
+        for key in VARIABLES
+        if fields.get(key) is not None and variables is not None and key in variables
+    }
     return columns | found
 
 
@@ -97,7 +116,11 @@ def check_request(request: Fields, generation: GenerationConfig) -> None:
     if not isinstance(metadata, dict):
         raise RowError("metadata of the request must be an object")
     beside = {key for key, value in metadata.items() if key.startswith("audio_") and value}
-    beside |= {f"{EXTRA_BODY}.{key}" for key in _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}") if key != TEMPLATE_KWARGS}
+    beside |= {
+        f"{EXTRA_BODY}.{key}"
+        for key in _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}")
+        if key != TEMPLATE_KWARGS
+    }
     if beside:
         raise RowError(f"metadata.{min(beside)} of the request has no effect here; remove it")
     for key, value in request.items():
@@ -105,7 +128,10 @@ def check_request(request: Fields, generation: GenerationConfig) -> None:
             continue
         if key in SAMPLED:
             if value != (ours := getattr(generation, SAMPLED[key])):
-                raise RowError(f"the request has {key}={value}, and rollouts policy.generation.{key}={ours}; remove it, or set that")
+                raise RowError(
+                    f"the request has {key}={value}, and rollouts policy.generation.{key}={ours}; remove it, or "
+                    "set that"
+                )
         elif key == "max_output_tokens" and isinstance(value, int):
             if value < generation.max_new_tokens:
                 ours = f"policy.generation.max_new_tokens={generation.max_new_tokens}"
@@ -125,7 +151,10 @@ def check_prompt(messages: Sequence[Message], reply: Message | None) -> None:
     """Raises RowError if the row asks for a reply that goes on from words of its own."""
     last = reply if reply is not None else messages[-1]
     if key := next((key for key in CONTINUED if last.get(key) is True), None):
-        raise RowError(f"the last message has {key}=true: rollouts do not go on from a message; remove it, and write it as the user's")
+        raise RowError(
+            f"the last message has {key}=true: rollouts do not go on from a message; remove it, and write it as "
+            "the user's"
+        )
 
 
 def check_learned(fields: Fields, *, algorithm: str) -> None:
@@ -148,7 +177,8 @@ def check_learned(fields: Fields, *, algorithm: str) -> None:
             is_excluded |= key == "mask" and isinstance(value, str) and value.casefold() not in ("user", "human")
         if is_excluded:
             raise RowError(
-                f"{key} is {str(value)[:40]}, which leaves out all of the row, or tokens that mrl does not know; remove the row or it"
+                f"{key} is {str(value)[:40]}, which leaves out all of the row, or tokens that mrl does not know; "
+                "remove the row or it"
             )
 
 
@@ -161,13 +191,26 @@ def is_learned(message: Message, name: str) -> bool:
                 raise RowError(f"{name}.{key} is {value!r:.40}; messages are learned (true or 1) or not (false or 0)")
             values.add(bool(value))
         elif any(word.startswith(_ABOUT_LEARNING) for word in _words(key)) or (key in UNPAIRED and _is_false(value)):
-            raise RowError(f"{name}.{key} is no mark that mrl knows; use `weight`, 1 if the message is learned and 0 if not, or remove it")
-        elif key in OTHER_THOUGHTS and value and not any(message.get(known) for known in ("reasoning_content", "reasoning", "thinking")):
+            raise RowError(
+                f"{name}.{key} is no mark that mrl knows; use `weight`, 1 if the message is learned and 0 if not, "
+                "or remove it"
+            )
+        elif (
+            key in OTHER_THOUGHTS
+            and value
+            and not any(message.get(known) for known in ("reasoning_content", "reasoning", "thinking"))
+        ):
             raise RowError(f"{name}.{key} would not be learned; give the thoughts as a text under reasoning_content")
     if values and message["role"] != "assistant" and True in values:
-        raise RowError(f"{name} is of role {message['role']} and marked as learned; only messages of the assistant are; remove the mark")
+        raise RowError(
+            f"{name} is of role {message['role']} and marked as learned; only messages of the assistant are; "
+            "remove the mark"
+        )
     if len(values) > 1:
-        raise RowError(f"{name} has marks that contradict each other ({', '.join(key for key in MARKS if key in message)}); keep one")
+        raise RowError(
+            f"{name} has marks that contradict each other ({', '.join(key for key in MARKS if key in message)}); "
+            "keep one"
+        )
     return message["role"] == "assistant" and values != {False}
 
 

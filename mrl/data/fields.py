@@ -19,7 +19,9 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Refused on messages, unless empty."""
 Fields = dict[str, object]
 Message = dict[str, object]
-"""`role`, `content` (a text, or None with tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
+"""`role`, `content` (a text, or None with tool calls), and what else OpenAI's chat format gives a message, e.g.
+`tool_calls`.
+"""
 
 
 class RowError(Exception):
@@ -57,7 +59,8 @@ def json_object(line: bytes) -> Fields:
 def as_json(value: object, name: str) -> object:
     """`value` in the types of JSON, the one way for tables and functions of the user; errors call it `name`.
 
-    Bytes are text in UTF-8, dates and times are ISO 8601, a decimal is the number that equals it, and an array of NumPy is a list.
+    Bytes are text in UTF-8, dates and times are ISO 8601, a decimal is the number that equals it, and an array of NumPy
+    is a list.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -71,7 +74,9 @@ def as_json(value: object, name: str) -> object:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RowError(f"{name} is binary, and no text in UTF-8 ({error.reason} at byte {error.start + 1}); remove it") from error
+            raise RowError(
+                f"{name} is binary, and no text in UTF-8 ({error.reason} at byte {error.start + 1}); remove it"
+            ) from error
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufU":
         return value.tolist()
     if isinstance(value, date | time) and value == value:  # pandas' missing date equals nothing
@@ -83,7 +88,8 @@ def as_json(value: object, name: str) -> object:
             if Decimal(repr(number)) == value:
                 return number
     raise RowError(
-        f"{name} is {value!r:.100}, a {type(value).__name__}, for which JSON has no form; write it as text or number, or remove it"
+        f"{name} is {value!r:.100}, a {type(value).__name__}, for which JSON has no form; write it as text or "
+        "number, or remove it"
     )
 
 
@@ -103,7 +109,9 @@ def first_key(fields: Fields, keys: Sequence[str], setting: str = "") -> str:
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
         way = f"; {setting} names another" if setting else ""
-        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'}){way}")
+        raise RowError(
+            f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'}){way}"
+        )
     return key
 
 
@@ -144,7 +152,9 @@ def is_conversation(value: object) -> bool:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return isinstance(value, list)
     entries = _parsed(value)
-    return isinstance(entries, list) and all(isinstance(entry, dict) and entry.keys() & {"role", "from"} for entry in entries)
+    return isinstance(entries, list) and all(
+        isinstance(entry, dict) and entry.keys() & {"role", "from"} for entry in entries
+    )
 
 
 def messages_of(value: object, name: str) -> list[Message]:
@@ -175,7 +185,9 @@ def message_of(entry: object, name: str) -> Message:
         raise RowError(f"{name} has no content")
     if media := [key for key in MEDIA if entry.get(key)]:
         raise RowError(f"{name} has {media[0]}; only text is supported")
-    message: Message = {key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")}
+    message: Message = {
+        key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")
+    }
     message |= {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
     if calls:
         message["tool_calls"] = calls_of(calls, name)
@@ -197,7 +209,9 @@ def calls_of(calls: object, name: str) -> list[Fields]:
             if not isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict):
                 raise ValueError("not an object")
         except ValueError as error:
-            raise RowError(f"{name}.tool_calls: the arguments of {function['name']} are no JSON object ({error}); correct them") from error
+            raise RowError(
+                f"{name}.tool_calls: the arguments of {function['name']} are no JSON object ({error}); correct them"
+            ) from error
         kept.append(call)
     return kept
 

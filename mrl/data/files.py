@@ -41,7 +41,9 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
         if os.path.lexists(path):
             return _local_files(path, dataset, setting)
     except OSError as error:
-        raise ValueError(f"{setting}.data_path={path} cannot be read: {error.strerror or error}; give one that you may read") from error
+        raise ValueError(
+            f"{setting}.data_path={path} cannot be read: {error.strerror or error}; give one that you may read"
+        ) from error
     known = list[Path]()
     try:
         folder = _snapshot(source, dataset, setting, is_local=True)
@@ -56,7 +58,9 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
     except ValueError:
         if not known:
             raise
-        logger.warning("%s: %s of %s cannot be downloaded; its files are chosen by their names", setting, HEADER, source)
+        logger.warning(
+            "%s: %s of %s cannot be downloaded; its files are chosen by their names", setting, HEADER, source
+        )
         return known
     return _files_in(folder, dataset, setting)
 
@@ -68,7 +72,9 @@ def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]
         return [path]
     if path.is_dir():
         return _files_in(path, dataset, setting)
-    raise ValueError(f"{setting}.data_path={path}: neither a file nor a folder; give one of them, or an id of the Hugging Face Hub")
+    raise ValueError(
+        f"{setting}.data_path={path}: neither a file nor a folder; give one of them, or an id of the Hugging Face Hub"
+    )
 
 
 def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
@@ -76,7 +82,9 @@ def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
     if os.path.exists(dataset.source):
         return True
     try:
-        return is_hub_id(dataset.source) and bool(_files_in(_snapshot(dataset.source, dataset, setting, is_local=True), dataset, setting))
+        return is_hub_id(dataset.source) and bool(
+            _files_in(_snapshot(dataset.source, dataset, setting, is_local=True), dataset, setting)
+        )
     except (LocalEntryNotFoundError, ValueError):
         return False
 
@@ -100,12 +108,14 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
             assert isinstance(content, dict)
             files = [saved / name_inside(str(entry["filename"]), state) for entry in content["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
+            raise ValueError(
+                f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`"
+            ) from error
     files = files or ([] if saved != folder else _files_of_split(folder, split, setting))
     if not files:
         raise ValueError(
-            f"{setting}: {folder} has no files of split {split}; set {setting}.split, or name a file with {setting}.data_path "
-            f"(there are {_names(folder)})"
+            f"{setting}: {folder} has no files of split {split}; set {setting}.split, or name a file with "
+            f"{setting}.data_path (there are {_names(folder)})"
         )
     return files
 
@@ -119,7 +129,8 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
 
     if glob.has_magic(str(folder)):
         raise ValueError(
-            f"{setting}: `datasets` takes the brackets or stars in {folder} for a pattern; rename the folder, or name its files"
+            f"{setting}: `datasets` takes the brackets or stars in {folder} for a pattern; rename the folder, or "
+            "name its files"
         )
     try:
         patterns = get_data_patterns(os.path.abspath(folder))
@@ -158,7 +169,9 @@ def _configs(folder: Path) -> MetadataConfigs | None:
             data = DatasetCardData(**data.to_dict() | (yaml.safe_load(_text(folder / STANDALONE_HEADER)) or {}))
         return MetadataConfigs.from_dataset_card_data(data) or None
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ValueError(f"the header of {folder / HEADER} is not one that `datasets` reads ({error}); correct it") from error
+        raise ValueError(
+            f"the header of {folder / HEADER} is not one that `datasets` reads ({error}); correct it"
+        ) from error
 
 
 def _text(path: Path) -> str:
@@ -174,7 +187,10 @@ def _chosen(configs: MetadataConfigs, dataset: DatasetConfig, folder: Path, sett
         raise ValueError(f"{setting}.subset={dataset.subset}: {folder / HEADER} has no such config; use one of {names}")
     default = configs.get_default_config_name()
     if default is None:
-        raise ValueError(f"{setting}: {folder / HEADER} names several configs, and none as default; set {setting}.subset to one of {names}")
+        raise ValueError(
+            f"{setting}: {folder / HEADER} names several configs, and none as default; set {setting}.subset to one "
+            f"of {names}"
+        )
     return default, configs[default]
 
 
@@ -186,7 +202,8 @@ def _files_of_config(folder: Path, config: tuple[str, dict[str, Any]], split: st
     for pattern in _patterns_of(content):
         if "://" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
             raise ValueError(
-                f"{setting}: config {name} in {folder / HEADER} leads out of the folder ({pattern}); correct it, or name files"
+                f"{setting}: config {name} in {folder / HEADER} leads out of the folder ({pattern}); correct it, "
+                "or name files"
             )
     inside = folder / (content.get("data_dir") or "")
     try:
@@ -199,8 +216,8 @@ def _files_of_config(folder: Path, config: tuple[str, dict[str, Any]], split: st
         splits = ", ".join(map(str, patterns)) or "none"
         kinds = ", ".join(SUFFIXES)
         raise ValueError(
-            f"{setting}: config {name} of {folder / HEADER} has no files ({kinds}) of split {split}; set {setting}.split (it has "
-            f"{splits}), "
+            f"{setting}: config {name} of {folder / HEADER} has no files ({kinds}) of split {split}; set "
+            f"{setting}.split (it has {splits}), "
             f"or name a file with {setting}.data_path"
         )
     return files
@@ -212,7 +229,9 @@ def _patterns_of(content: Mapping[str, Any]) -> list[str]:
     entries = given if isinstance(given, list) else [given]
     paths = [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
     folder = str(content.get("data_dir") or "")
-    return [folder] * bool(folder) + [str(part) for path in paths for part in (path if isinstance(path, list) else [path])]
+    return [folder] * bool(folder) + [
+        str(part) for path in paths for part in (path if isinstance(path, list) else [path])
+    ]
 
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:
@@ -220,19 +239,23 @@ def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bo
     names = [f"*{suffix}" for suffix in SUFFIXES] if split == "train" else [f"*{split}*"]
     headers = [HEADER, STANDALONE_HEADER]
     if is_local:
-        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[*names, *headers], local_files_only=True))
+        return Path(
+            snapshot_download(hub_id, repo_type="dataset", allow_patterns=[*names, *headers], local_files_only=True)
+        )
     try:
         folder = Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=headers))
         if configs := _configs(folder):
             content = _chosen(configs, dataset, folder, setting)[1]
             inside = f"{content['data_dir'].rstrip('/')}/" if content.get("data_dir") else ""
-            listed = [f"{inside}{pattern}" for pattern in _patterns_of({"data_files": content.get("data_files")})] or [f"{inside}*"]
+            listed = [f"{inside}{pattern}" for pattern in _patterns_of({"data_files": content.get("data_files")})] or [
+                f"{inside}*"
+            ]
             names = [form for pattern in listed for form in (pattern, pattern.replace("**/", ""))]
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[*names, *headers]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"{setting}: the data set {hub_id} is neither in the local Hugging Face cache nor to be downloaded: {error}; "
-            f"download it on a host with a network, or set {setting}.data_path to a folder of its files"
+            f"{setting}: the data set {hub_id} is neither in the local Hugging Face cache nor to be downloaded: "
+            f"{error}; download it on a host with a network, or set {setting}.data_path to a folder of its files"
         ) from error
 
 

@@ -18,9 +18,9 @@ LEADING = ("system", "developer")
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
     """OpenAI chat messages and tools from a NeMo Gym row: `responses_create_params` is a request to the Responses API.
 
-    They are those that Gym's own converter (nemo_gym/responses_converter.py) hands to a chat template: what the assistant thinks, says and
-    calls in one turn is one message, and `instructions` and the system messages that come first are one. A RowError says that they are not
-    there, or hold what is not text, calls or their results.
+    They are those that Gym's own converter (nemo_gym/responses_converter.py) hands to a chat template: what the
+    assistant thinks, says and calls in one turn is one message, and `instructions` and the system messages that come
+    first are one. A RowError says that they are not there, or hold what is not text, calls or their results.
     """
     request = fields.get(REQUEST)
     if not isinstance(request, dict):
@@ -80,9 +80,16 @@ def _gym_message(entry: object, name: str) -> Message:
         calls = [{"id": entry.get("call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "content": None, "tool_calls": calls_of(calls, name)}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": entry.get("call_id"), "content": content_text(entry.get("output"), f"{name}.output")}
+        return {
+            "role": "tool",
+            "tool_call_id": entry.get("call_id"),
+            "content": content_text(entry.get("output"), f"{name}.output"),
+        }
     if kind != "message" or role not in ROLES:
-        raise RowError(f"{name} is a {kind} of role {role}; only messages, reasoning, function calls and their outputs are supported")
+        raise RowError(
+            f"{name} is a {kind} of role {role}; only messages, reasoning, function calls and their outputs are "
+            "supported"
+        )
     message = message_of({key: entry.get(key) for key in KEYS} | {"content": entry.get("content") or ""}, name)
     if role == "assistant" and not message["content"]:
         message["content"] = None

@@ -26,7 +26,9 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(num_prompts), kind="stable")
 
 
-def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
+def prompts_at(
+    position: int, count: int, *, num_prompts: int, seed: int, shuffle: bool = True
+) -> list[tuple[int, int]]:
     """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, prompt_index)`.
 
     Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
@@ -43,13 +45,21 @@ def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffl
     return picked
 
 
-def prompts_of_step(step: int, *, prompts_per_step: int, num_prompts: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
+def prompts_of_step(
+    step: int, *, prompts_per_step: int, num_prompts: int, seed: int, shuffle: bool = True
+) -> list[tuple[int, int]]:
     """The prompts of step `step` (from 0) of an unbroken run, as `(epoch, prompt_index)`."""
     return prompts_at(step * prompts_per_step, prompts_per_step, num_prompts=num_prompts, seed=seed, shuffle=shuffle)
 
 
 def prompts_left(
-    consumed: Container[PromptKey], num_prompts: int, id_at: Callable[[int], str], *, num_epochs: int, seed: int, shuffle: bool = True
+    consumed: Container[PromptKey],
+    num_prompts: int,
+    id_at: Callable[[int], str],
+    *,
+    num_epochs: int,
+    seed: int,
+    shuffle: bool = True,
 ) -> Iterator[tuple[int, int]]:
     """`(epoch, prompt_index)` left of `num_epochs` passes over the prompts, in the order of an unbroken run."""
     for epoch in range(num_epochs):
@@ -61,7 +71,8 @@ def prompts_left(
 class LengthHints:
     """Expected lengths of rollouts: those of the prompt in an earlier epoch, else the mean of its environment.
 
-    Longest first is the classic rule for short tails (Graham, 1969): a long rollout that begins last is alone on its engine at the end.
+    Longest first is the classic rule for short tails (Graham, 1969): a long rollout that begins last is alone on its
+    engine at the end.
     """
 
     def __init__(self) -> None:
@@ -94,8 +105,9 @@ def num_steps_of(config: RunConfig, num_rows: int) -> int:
     num_steps = training.max_num_epochs * num_rows // size
     if num_steps == 0:
         raise ValueError(
-            f"{key}={size}: more than all rows ({num_rows} times {algorithm}.max_num_epochs={training.max_num_epochs}), and no step would "
-            "be trained; lower it, raise the latter or give more rows"
+            f"{key}={size}: more than all rows ({num_rows} times "
+            f"{algorithm}.max_num_epochs={training.max_num_epochs}), and no step would be trained; lower it, raise "
+            "the latter or give more rows"
         )
     return num_steps
 

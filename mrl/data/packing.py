@@ -33,7 +33,9 @@ class PackedRoutes:
     expert_ids_TLK: torch.Tensor
     """uint8 as the engine gave them, int16 above 256 experts. 0 where no route is known."""
     is_known_T: torch.Tensor
-    """bool, False at tokens that the engine never saw: the last one of each sequence, and padding. The router chooses for them."""
+    """bool, False at tokens that the engine never saw: the last one of each sequence, and padding. The router chooses
+    for them.
+    """
 
 
 @dataclass
@@ -58,10 +60,14 @@ class PackedRow:
     fixed_advantages_T: torch.Tensor
     """The advantages of tokens that do not have that of their sequence; NaN at all others."""
     cu_seqlens: torch.Tensor
-    """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a sequence of its own."""
+    """int32 [num_sequences + 1], from 0 to T: each sequence with the padding behind it. Padding at the end is a
+    sequence of its own.
+    """
     max_seqlen: int
     sequence_indices: list[int]
-    """Indices into `Batch.sequences`, without the padding; `lengths` and `rewards` are those of the same sequences, without padding."""
+    """Indices into `Batch.sequences`, without the padding; `lengths` and `rewards` are those of the same sequences,
+    without padding.
+    """
     lengths: list[int]
     rewards: list[float]
     rollouts: list[int] | None = None
@@ -119,11 +125,13 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def pack_row(sequences: Mapping[int, TrainSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
+def pack_row(
+    sequences: Mapping[int, TrainSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int
+) -> PackedRow:
     """Packs sequences, with pulled payloads, by index into `Batch.sequences`, into one row; without any, all padding.
 
-    Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
-    the row to a multiple of `divisible_by`, itself a multiple of the other.
+    Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from
+    the sequence, and the row to a multiple of `divisible_by`, itself a multiple of the other.
     """
     assert divisible_by % sequence_multiple == 0
     rollouts = [sequence.rollout.pulled for sequence in sequences.values()]
@@ -206,7 +214,10 @@ def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], n
     if not shapes:
         return None
     if len(routes) < len(sequences) or len(shapes) > 1:
-        raise ValueError(f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token")
+        raise ValueError(
+            f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} "
+            "per token"
+        )
     # Rows and slices of them are indexed, which torch does not do with uint16.
     dtype = np.uint8 if all(array.dtype == np.uint8 for array in routes) else np.int16
     expert_ids = np.zeros((num_tokens, *shapes.pop()), dtype=dtype)
@@ -245,7 +256,11 @@ def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSam
             continue
         stop = start + min(length, MAX_SAMPLED_TOKENS) - 1
         is_generated = row.generated_mask_T[start:stop]
-        old = None if old_logprobs_T is None else [0.0, *torch.where(is_generated > 0, old_logprobs_T[start:stop].cpu(), 0.0).tolist()]
+        old = (
+            None
+            if old_logprobs_T is None
+            else [0.0, *torch.where(is_generated > 0, old_logprobs_T[start:stop].cpu(), 0.0).tolist()]
+        )
         found[index] = TokenSample(
             token_ids=row.token_ids_T[start : stop + 1].tolist(),
             is_generated=[0, *is_generated.int().tolist()],
@@ -262,7 +277,10 @@ def by_sequence(row: PackedRow, values_T: torch.Tensor) -> dict[int, np.ndarray]
     """The values of each sequence of a row, float32 [length], by index; without padding."""
     values = values_T.float().cpu().numpy()
     starts = row.cu_seqlens.tolist()
-    return {index: values[start : start + length] for index, start, length in zip(row.sequence_indices, starts, row.lengths, strict=False)}
+    return {
+        index: values[start : start + length]
+        for index, start, length in zip(row.sequence_indices, starts, row.lengths, strict=False)
+    }
 
 
 def tensors_by_sequence(rows: Iterable[PackedRow]) -> dict[int, dict[str, np.ndarray]]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans: which sequence goes to which row of which data-parallel rank, a pure function of lengths and their cost.
 
-Lengths are those that sequences take up in a row. Every rank gets the same number of rows, at least one; rows at the end may be empty.
+Lengths are those that sequences take up in a row. Every rank gets the same number of rows, at least one; rows at the
+end may be empty.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def sequence_cost(model_folder: str, mtp_steps: int = 0) -> SequenceCost:
 def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> SequenceCost:
     """Cost on the model of a config.json; with `mtp_steps`, of so many steps of multi-token prediction, too.
 
-    A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention layer it meets on
-    average half of its sequence, with four operations for each of its query's elements (scores, and their weighted sum). Mamba layers
-    carry a state of fixed size: no quadratic term; their scan takes seven operations for each element of the state of a channel. So counts
-    Megatron-LM, too (`num_floating_point_operations`).
+    A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention
+    layer it meets on average half of its sequence, with four operations for each of its query's elements (scores, and
+    their weighted sum). Mamba layers carry a state of fixed size: no quadratic term; their scan takes seven operations
+    for each element of the state of a channel. So counts Megatron-LM, too (`num_floating_point_operations`).
     """
     found, sizes = family(hf_config), sizes_of(hf_config)
     shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
@@ -67,7 +68,8 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
         times = share if name in mtp else 1.0 + mtp_steps * (name == "lm_head.weight")
         if name.endswith(".A_log"):
             scans += 7 * shapes[name.removesuffix("A_log") + "out_proj.weight"][1] * sizes.mamba_state
-        # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the same matrix.
+        # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the
+        # same matrix.
         if len(shape) != 2 or ("embed" in name and "lm_head.weight" in shapes):
             continue
         elements += times * shape[0] * shape[1] * (sizes.topk / sizes.experts if ".experts." in name else 1.0)
@@ -79,9 +81,10 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
 def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: int, cost: SequenceCost) -> RowPlan:
     """Rows of at most `row_tokens` tokens.
 
-    `balanced` deals the sequences to the ranks, costliest first, each to the rank with the least load in tokens and in cost so far, and
-    packs each rank's own. The costliest rows come first, so that rows at the same place cost about the same on all ranks: experts that are
-    spread over ranks make them wait for each other in every layer. The algorithms of `PACKERS` pack all sequences, and deal the rows.
+    `balanced` deals the sequences to the ranks, costliest first, each to the rank with the least load in tokens and in
+    cost so far, and packs each rank's own. The costliest rows come first, so that rows at the same place cost about the
+    same on all ranks: experts that are spread over ranks make them wait for each other in every layer. The algorithms
+    of `PACKERS` pack all sequences, and deal the rows.
     """
     _check_fit(lengths, row_tokens)
     weights = [(float(length), cost.of(length)) for length in lengths]
@@ -105,8 +108,8 @@ def repack(plan: RowPlan, lengths: Sequence[int], *, algorithm: str, row_tokens:
 def batch_dynamically(lengths: Sequence[int], *, row_tokens: int, length_multiple: int, dp_size: int) -> RowPlan:
     """Rows of similar-length sequences, as many as fit `row_tokens` padded to the longest (NeMo RL's dynamic batching).
 
-    Ranks take turns at the sequences, sorted by length, and all begin new rows at the same places; the longest sequence counts as rounded
-    up to `length_multiple`.
+    Ranks take turns at the sequences, sorted by length, and all begin new rows at the same places; the longest sequence
+    counts as rounded up to `length_multiple`.
     """
     rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
     _check_fit(rounded, row_tokens)
@@ -125,7 +128,12 @@ def batch_in_order(num_sequences: int, *, sequences_per_row: int, dp_size: int) 
     """Rows of a fixed number of sequences; ranks take consecutive parts of the batch."""
     per_rank = -(-num_sequences // dp_size)
     parts = [range(num_sequences)[rank * per_rank : (rank + 1) * per_rank] for rank in range(dp_size)]
-    return _even([[list(part[start : start + sequences_per_row]) for start in range(0, len(part), sequences_per_row)] for part in parts])
+    return _even(
+        [
+            [list(part[start : start + sequences_per_row]) for start in range(0, len(part), sequences_per_row)]
+            for part in parts
+        ]
+    )
 
 
 def largest_first(plan: RowPlan, lengths: Sequence[int]) -> RowPlan:
@@ -144,8 +152,8 @@ def _check_fit(lengths: Sequence[int], row_tokens: int) -> None:
     if too_long is not None:
         raise ValueError(
             f"sequence {too_long} has {lengths[too_long]} tokens, more than a packed row holds ({row_tokens}); "
-            f"raise train_mb_tokens and logprob_mb_tokens of policy.sequence_packing or policy.dynamic_batching, whichever is enabled, "
-            f"or lower policy.max_total_sequence_length"
+            "raise train_mb_tokens and logprob_mb_tokens of policy.sequence_packing or policy.dynamic_batching, "
+            f"whichever is enabled, or lower policy.max_total_sequence_length"
         )
 
 
@@ -164,7 +172,9 @@ def _deal(weights: Sequence[tuple[float, float]], num_ranks: int, *, at_most: in
     return [sorted(mine) for mine in members]
 
 
-def _packed_within(members: Sequence[Sequence[int]], lengths: Sequence[int], algorithm: str, row_tokens: int) -> RowPlan:
+def _packed_within(
+    members: Sequence[Sequence[int]], lengths: Sequence[int], algorithm: str, row_tokens: int
+) -> RowPlan:
     rows_of = [PACKERS[algorithm]([lengths[index] for index in mine], row_tokens) for mine in members]
     return _even([[[mine[i] for i in row] for row in rows] for mine, rows in zip(members, rows_of, strict=True)])
 
@@ -208,13 +218,18 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
 def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
     """Rows of Johnson and Garey (J. Complexity 1, 1985), at most 71/60 of the fewest and one more.
 
-    Every sequence above half a row opens one. Each of these rows, fullest first, takes the longest of those above a third that fits; then,
-    emptiest first, a row without one takes two of those above a sixth: the shortest, and the longest beside it. The rest as in first fit
-    decreasing.
+    Every sequence above half a row opens one. Each of these rows, fullest first, takes the longest of those above a
+    third that fits; then, emptiest first, a row without one takes two of those above a sixth: the shortest, and the
+    longest beside it. The rest as in first fit decreasing.
     """
     items = _sorted(lengths)
     above = [bisect_right(items, (row_tokens // parts, math.inf)) for parts in (2, 3, 6)]
-    large, medium, small, tiny = items[above[0] :], items[above[1] : above[0]], items[above[2] : above[1]], items[: above[2]]
+    large, medium, small, tiny = (
+        items[above[0] :],
+        items[above[1] : above[0]],
+        items[above[2] : above[1]],
+        items[: above[2]],
+    )
     rows = [[item] for item in reversed(large)]
     for row in rows:
         row += _take_longest(medium, row_tokens - row[0][0])
@@ -227,7 +242,8 @@ def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Ro
 
 
 PACKERS: dict[str, Callable[[Sequence[int], int], Rows]] = {
-    packer.__name__: packer for packer in (concatenative, first_fit_shuffle, first_fit_decreasing, modified_first_fit_decreasing)
+    packer.__name__: packer
+    for packer in (concatenative, first_fit_shuffle, first_fit_decreasing, modified_first_fit_decreasing)
 }
 """Keys by NeMo RL's name of the algorithm."""
 

@@ -17,7 +17,15 @@ from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_fun
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
-from mrl.data.chat import load_chat_format, most_tokens, render, template_variables, tokenize, tokenizer_of, with_prompts
+from mrl.data.chat import (
+    load_chat_format,
+    most_tokens,
+    render,
+    template_variables,
+    tokenize,
+    tokenizer_of,
+    with_prompts,
+)
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
@@ -64,13 +72,16 @@ class PromptLimits:
     def reason_against(self, length: int) -> str | None:
         """Reason to refuse a prompt of this length; None if it fits."""
         if self.max_input_length is not None and length > self.max_input_length:
-            return f"the prompt has {length} tokens, data.max_input_seq_length allows {self.max_input_length}; raise that or drop the row"
+            return (
+                f"the prompt has {length} tokens, data.max_input_seq_length allows {self.max_input_length}; "
+                "raise that or drop the row"
+            )
         reserved = self.max_new_tokens if self.max_new_tokens < self.context_length else 1
         if length > self.context_length - reserved:
             return (
-                f"the prompt has {length} tokens; policy.generation.vllm_cfg.max_model_len={self.context_length} less {reserved} "
-                f"for the rollout (policy.generation.max_new_tokens={self.max_new_tokens}) leaves {self.context_length - reserved}; "
-                f"raise the one, lower the other, or drop the row"
+                f"the prompt has {length} tokens; policy.generation.vllm_cfg.max_model_len={self.context_length} "
+                f"less {reserved} for the rollout (policy.generation.max_new_tokens={self.max_new_tokens}) leaves "
+                f"{self.context_length - reserved}; raise the one, lower the other, or drop the row"
             )
         return None
 
@@ -100,12 +111,15 @@ def load_prompts(config: RunConfig) -> PromptData:
         return Prompt(prompt_id, token_ids, question, answer, *beside)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(
+        config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish
+    )
     begin = tokenizer.bos_token_id
     if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in train[0].token_ids[:2]:
         logger.warning(
-            "Prompts do not begin with %s, which the tokenizer puts before texts: the chat template (policy.tokenizer.chat_template) does "
-            "not write it, and it writes all of a prompt's special tokens. If the model was trained with it, write {{ bos_token }} there",
+            "Prompts do not begin with %s, which the tokenizer puts before texts: the chat template "
+            "(policy.tokenizer.chat_template) does not write it, and it writes all of a prompt's special tokens. "
+            "If the model was trained with it, write {{ bos_token }} there",
             tokenizer.bos_token,
         )
     # What stands in padding is never looked at; it only has to be in the vocabulary.
@@ -114,11 +128,17 @@ def load_prompts(config: RunConfig) -> PromptData:
     return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
 
 
-def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Rendered]:
+def prompt_reader(
+    key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> Reader[Rendered]:
     """Reader of a data set's prompts. Without a tokenizer they are not rendered, and may be too long."""
     generation, env_names = config.policy.generation, environment_names(config.env)
-    limits = PromptLimits(config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens)
-    chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+    limits = PromptLimits(
+        config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens
+    )
+    chat = load_chat_format(
+        dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs
+    )
     variables = None if tokenizer is None else template_variables(tokenizer)
 
     def parse(fields: Fields) -> Parsed[Rendered]:
@@ -131,7 +151,9 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             env_name = asked = dataset.env_name
         if env_name == NEMO_GYM:
             raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
-        if env_name is None or not (env_name in env_names or (env_name == row.agent and is_agent(env_name, config.env))):
+        if env_name is None or not (
+            env_name in env_names or (env_name == row.agent and is_agent(env_name, config.env))
+        ):
             raise NoEnvironment(asked)
         taught_as = agent_of(fields) or env_name
         teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
@@ -157,7 +179,9 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         return Parsed(Rendered(text, row.question, row.answer, env_name, *beside), row.row_id, identity, row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, own_kwargs: Fields) -> str:
-        messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
+        messages = (
+            row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
+        )
         text = render(messages, row.tools, tokenizer, chat.with_values(own_kwargs))
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
         num_tokens = most_tokens(text, tokenizer)
@@ -167,14 +191,22 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             raise RowError(reason)
         return text
 
-    files, hint = find_data_files(dataset, setting=key), partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True)
+    files, hint = (
+        find_data_files(dataset, setting=key),
+        partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True),
+    )
     return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:
     """Adds an empty question to a row without one that goes to an agent: agents build theirs from other fields."""
     request, agent = fields.get(REQUEST), agent_of(fields)
-    if agent is None or not isinstance(request, dict) or request.get("input") or not is_agent(route_of(agent, config) or "", config):
+    if (
+        agent is None
+        or not isinstance(request, dict)
+        or request.get("input")
+        or not is_agent(route_of(agent, config) or "", config)
+    ):
         return fields
     return fields | {REQUEST: request | {"input": [{"role": "user", "content": ""}]}}
 
@@ -183,24 +215,35 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name:
     """Raises RowError if no reply can be compared with the answer of a row."""
     if not answer and isinstance(held := fields.get("reward_model"), dict):
         kind = type(held.get("ground_truth")).__name__
-        raise RowError(f"reward_model.ground_truth is {kind}, with which no reply can be compared; give a text, or use env.own.functions")
+        raise RowError(
+            f"reward_model.ground_truth is {kind}, with which no reply can be compared; give a text, or use "
+            "env.own.functions"
+        )
     if not answer:
         key = first_key(fields, answer_keys(dataset), "data.default.output_key")
-        raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
+        raise RowError(
+            f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number"
+        )
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
     if env_name == "math" and answer.lower() in ("proof", "notfound"):
-        raise RowError(f"the answer is {answer}, as NuminaMath writes where none was given; give one, or remove the row")
+        raise RowError(
+            f"the answer is {answer}, as NuminaMath writes where none was given; give one, or remove the row"
+        )
     if GOLD_MARK in answer:
-        raise RowError(f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as expected_answer")
+        raise RowError(
+            f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as "
+            "expected_answer"
+        )
 
 
 def _check_columns(path: str, row: ParsedRow) -> None:
     """Raises RowError if a reward function takes what is neither a value of mrl nor a column of the row."""
     if missing := missing_columns(path, row.rest, has_answer=bool(row.answer)):
         raise RowError(
-            f"{path} takes {', '.join(missing)}, and the row has no such column{'' if row.answer else ', and no answer'}; beside question "
-            f"and answer it has {', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}"
+            f"{path} takes {', '.join(missing)}, and the row has no such "
+            f"column{'' if row.answer else ', and no answer'}; beside question and answer it has "
+            f"{', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}"
         )
 
 
@@ -228,7 +271,11 @@ def end_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> s
     generation = policy.generation
     special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     stops = {token_id for token_id in generation.stop_token_ids or () if token_id in special}
-    return _eos_token_ids(policy, tokenizer) | stops | {key for key, token in special.items() if token in (generation.stop_strings or ())}
+    return (
+        _eos_token_ids(policy, tokenizer)
+        | stops
+        | {key for key, token in special.items() if token in (generation.stop_strings or ())}
+    )
 
 
 def _eos_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -244,4 +291,6 @@ def _token_ids(value: object) -> list[int]:
 
 def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
     """Sampling parameters of validation: those of training, except for the `val_*` keys."""
-    return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)
+    return dataclasses.replace(
+        sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k
+    )

@@ -120,7 +120,8 @@ class Spool(Generic[Value]):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise ValueError(
-                f"no room for the rows in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with room for twice the data"
+                f"no room for the rows in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with "
+                "room for twice the data"
             ) from error
         return position
 
@@ -133,7 +134,9 @@ class Spool(Generic[Value]):
 class Rows(Sequence[Example]):
     """Examples that are loaded when someone asks for them. Any thread may ask."""
 
-    def __init__(self, load: Callable[[str, int], Example], ids: Iterable[str] = (), positions: Iterable[int] = ()) -> None:
+    def __init__(
+        self, load: Callable[[str, int], Example], ids: Iterable[str] = (), positions: Iterable[int] = ()
+    ) -> None:
         self._load, self._ids, self._positions = load, list(ids), array("Q", positions)
 
     def __len__(self) -> int:
@@ -217,8 +220,8 @@ def read_split(
 ) -> tuple[Rows[Example], Rows[Example], list[LeftOut]]:
     """Training rows, validation rows, and what was left out of each data set of `data`.
 
-    `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for it. Validation rows
-    that are held out of the training rows come first.
+    `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for
+    it. Validation rows that are held out of the training rows come first.
     """
     names, spool, problems = Names(), Spool[Value](), list[str]()
 
@@ -243,7 +246,11 @@ def read_split(
         kept, held = hold_out(len(rows), dataset.held_out, seed=dataset.seed)
         train.append(rows.select(kept))
         held_out.append(rows.select(held))
-    return joined(train), joined([*held_out, *(rows for rows, _ in validation)]), [left_out for _, left_out in read + validation]
+    return (
+        joined(train),
+        joined([*held_out, *(rows for rows, _ in validation)]),
+        [left_out for _, left_out in read + validation],
+    )
 
 
 def read_rows(
@@ -257,20 +264,31 @@ def read_rows(
     for line in said:
         logger.warning("%s", line)
     if left_out.num_repeated:
-        logger.info("%s: %d of %d rows repeat an earlier one and are left out", name, left_out.num_repeated, left_out.num_rows)
+        logger.info(
+            "%s: %d of %d rows repeat an earlier one and are left out", name, left_out.num_repeated, left_out.num_rows
+        )
     if not ids:
         raise ValueError(f"{name} has no rows" + (" that can be used" if left_out.num_rows else ""))
     return Rows(lambda row_id, position: finish(row_id, spool.read(position)), ids, positions), left_out
 
 
 def sort_out(
-    reader: Reader[Value], names: Names, spool: Spool[Value], read: Callable[[Path, str], Iterable[Record]] | None = None
+    reader: Reader[Value],
+    names: Names,
+    spool: Spool[Value],
+    read: Callable[[Path, str], Iterable[Record]] | None = None,
 ) -> tuple[list[str], array[int], LeftOut]:
     """Sorts the rows of a data set into good ones (ids, places in `spool`) and bad ones. `read` yields rows of a file.
 
     A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
     """
-    ids, positions, left_out, seen, kept = list[str](), array("Q"), LeftOut(reader.setting), set[int](), hashlib.sha256()
+    ids, positions, left_out, seen, kept = (
+        list[str](),
+        array("Q"),
+        LeftOut(reader.setting),
+        set[int](),
+        hashlib.sha256(),
+    )
     for path in reader.files:
         stem = names.stem_of(path)
         for record in (read or _with_progress)(path, reader.setting):
@@ -339,7 +357,14 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
         if now - told < PROGRESS_PERIOD_S:
             continue
         told, left_s = now, (now - started) * (1 - record.share) / record.share
-        logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, path, 100 * record.share, left_s)
+        logger.info(
+            "%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left",
+            setting,
+            count,
+            path,
+            100 * record.share,
+            left_s,
+        )
 
 
 def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
@@ -367,13 +392,20 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
         shown = "\n".join(_by_reason(bad))
         way_out = "correct or remove them, or set data.on_bad_row=skip"
         if data.on_bad_row == "skip":
-            way_out = f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or remove them, or raise that"
+            way_out = (
+                f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or "
+                "remove them, or raise that"
+            )
         of = "" if is_whole else f" among {num_rows} {rows}"
         refused.append(f"{name} has {counted(len(bad), 'bad row')}{of}; {way_out}:\n{shown}")
     elif bad:
-        said.append(f"{name}: {len(bad)} of {num_rows} {rows} are bad and left out, the first: {bad[0].place}: {bad[0].reason}")
+        said.append(
+            f"{name}: {len(bad)} of {num_rows} {rows} are bad and left out, the first: {bad[0].place}: {bad[0].reason}"
+        )
     if left_out.without_environment:
-        counts = ", ".join(f"{asked}: {counted(count, 'row')}" for asked, count in left_out.without_environment.most_common())
+        counts = ", ".join(
+            f"{asked}: {counted(count, 'row')}" for asked, count in left_out.without_environment.most_common()
+        )
         num_lost = left_out.without_environment.total()
         share = f"{num_lost} of {num_rows} {rows} ({num_lost / num_rows:.1%})"
         if data.drop_rows_without_environment:
@@ -381,19 +413,22 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
         else:
             refused.append(
                 f"{name}: {share} ask for environments that are not there ({counts}); "
-                f"name an environment in them, let NeMo Gym's servers do those with an agent_ref (env.nemo_gym.command), or set "
-                f"data.drop_rows_without_environment=true to train without them"
+                "name an environment in them, let NeMo Gym's servers do those with an agent_ref "
+                f"(env.nemo_gym.command), or set data.drop_rows_without_environment=true to train without them"
             )
     if left_out.too_long:
-        longest = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in list(left_out.too_long.items())[:MAX_SHOWN])
+        longest = ", ".join(
+            f"{place} ({tokens} tokens)" for place, tokens in list(left_out.too_long.items())[:MAX_SHOWN]
+        )
         if len(left_out.too_long) == num_rows and is_whole:
             refused.append(f"{name}: every row is too long: {longest}")
         else:
             said.append(f"{name}: {len(left_out.too_long)} of {num_rows} {rows} are too long and left out: {longest}")
     for key, count in left_out.unshown.items():
         said.append(
-            f"{name}: {count} of {num_rows} {rows} have {key}, which their text does not repeat, and the model never sees it; "
-            f"if a reply needs it, write it into the text (a function of yours as data.default.processor), or remove these rows"
+            f"{name}: {count} of {num_rows} {rows} have {key}, which their text does not repeat, and the model "
+            "never sees it; if a reply needs it, write it into the text (a function of yours as "
+            "data.default.processor), or remove these rows"
         )
     return refused, said
 
@@ -415,6 +450,9 @@ def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:
         with (folder / f"{left_out.setting}.jsonl").open("w", encoding="utf-8") as file:
             for row in left_out.bad:
                 line = left_out.lines.read(row.position).decode("utf-8", "replace")
-                file.write(json.dumps({"place": row.place, "reason": safe_text(row.reason), "line": line}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"place": row.place, "reason": safe_text(row.reason), "line": line}, ensure_ascii=False)
+                    + "\n"
+                )
     if counts:
         write_atomic(folder / "left_out.json", json.dumps(counts, indent=2))

@@ -30,7 +30,10 @@ def write_record(path: Path, value: object) -> int:
     """Writes a dataclass whole or not at all; returns its bytes. `object` fields must be None. OSError: not written."""
     arrays: list[np.ndarray] = []
     content = _plain(value, arrays)
-    index = json.dumps({"content": content, "arrays": [[array.dtype.str, array.shape] for array in arrays]}).encode() + b"\n"
+    index = (
+        json.dumps({"content": content, "arrays": [[array.dtype.str, array.shape] for array in arrays]}).encode()
+        + b"\n"
+    )
     parts = [index, *(np.ascontiguousarray(array).data for array in arrays if array.size)]
     digest = hashlib.sha256()
     for part in parts:
@@ -64,7 +67,10 @@ def read_record(path: Path, kind: type[T]) -> T:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its first line is no header") from error
     if not is_known:
-        raise ValueError(f"{path} has format {found['format']!r} of {found['kind']!r}; this version reads {FORMAT} of {kind.__name__}")
+        raise ValueError(
+            f"{path} has format {found['format']!r} of {found['kind']!r}; this version reads {FORMAT} of "
+            f"{kind.__name__}"
+        )
     if hashlib.sha256(body).hexdigest() != found.get("sha256"):
         raise ValueError(f"{path} is damaged: its bytes differ from its checksum")
     try:

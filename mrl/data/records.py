@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Raw rows of data files, one at a time: lines of JSON, a JSON array, either packed by gzip, and tables.
 
-`datasets` reads tables, see `mrl.data.tables`. It does not read JSON here, because it gives all rows of a data set one schema
-(packaged_modules/json/json.py of version 5.2): a row gets every key that another row has, as null; a key or type that first appears
-after the first 10 MB is a `CastError` or an `ArrowInvalid`; one bad row fails the whole file, and the error names no line. Rows of
-several environments in one file differ like that.
+`datasets` reads tables, see `mrl.data.tables`. It does not read JSON here, because it gives all rows of a data set one
+schema (packaged_modules/json/json.py of version 5.2): a row gets every key that another row has, as null; a key or type
+that first appears after the first 10 MB is a `CastError` or an `ArrowInvalid`; one bad row fails the whole file, and
+the error names no line. Rows of several environments in one file differ like that.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _OTHER_FORMATS = {
 
 @dataclass(frozen=True)
 class Record:
-    """One row, still as JSON: its number from 1, its line without the end (of an overlong one the beginning), the share of the file
-    that has been read after it, 0 to 1, and why the row has no form in JSON, if so; then its line is for people only."""
+    """One row, still as JSON: its number from 1, its line without the end (of an overlong one the beginning), the share
+    of the file that has been read after it, 0 to 1, and why the row has no form in JSON, if so; then its line is for
+    people only."""
 
     number: int
     line: bytes
@@ -72,7 +73,9 @@ def records(path: Path) -> Iterator[Record]:
                 try:
                     rows = json.loads(path.read_bytes())
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line") from error
+                    raise ValueError(
+                        f"{path} begins as a JSON array and is none: {error}; correct it, or write one row a line"
+                    ) from error
                 for number, row in enumerate(rows, 1):
                     yield Record(number, json.dumps(row).encode("ascii"), number / len(rows))
             else:
@@ -80,13 +83,19 @@ def records(path: Path) -> Iterator[Record]:
                 if other := next((text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)), None):
                     raise ValueError(f"{path} does not hold lines of JSON, it is {other}")
                 if start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-                    raise ValueError(f"{path} begins as a JSON array: let its name end in .json, or write one row a line")
+                    raise ValueError(
+                        f"{path} begins as a JSON array: let its name end in .json, or write one row a line"
+                    )
                 file.seek(0)
                 yield from _lines(path, file, file.tell)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be read: it is cut off or no gzip file ({error}); copy or download it again") from error
+        raise ValueError(
+            f"{path} cannot be read: it is cut off or no gzip file ({error}); copy or download it again"
+        ) from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read") from error
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read"
+        ) from error
 
 
 def begins_as_array(path: Path) -> bool:
@@ -104,7 +113,9 @@ def table_record(number: int, row: Fields, share: float) -> Record:
         row = {key: as_json(value, f"column {key}") for key, value in row.items()}
     except RowError as error:
         fault, default = str(error), repr
-    return Record(number, json.dumps(row, ensure_ascii=False, default=default).encode("utf-8", "surrogatepass"), share, fault)
+    return Record(
+        number, json.dumps(row, ensure_ascii=False, default=default).encode("utf-8", "surrogatepass"), share, fault
+    )
 
 
 class _Budget:
@@ -119,7 +130,8 @@ class _Budget:
         self._left -= num_bytes
         if self._left < 0:
             raise ValueError(
-                f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, as no rows do; unpack and check it yourself"
+                f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, as no rows do; unpack and "
+                "check it yourself"
             )
 
 
@@ -138,4 +150,6 @@ def _lines(path: Path, file: IO[bytes] | gzip.GzipFile, position: Callable[[], i
         if line.strip():
             yield Record(number, line.rstrip(b"\r\n"), position() / size)
         elif (num_blank := num_blank + 1) > MAX_BLANK_LINES:
-            raise ValueError(f"{path}:{number}: more than {MAX_BLANK_LINES:,} lines are blank, as in no file of rows; remove them")
+            raise ValueError(
+                f"{path}:{number}: more than {MAX_BLANK_LINES:,} lines are blank, as in no file of rows; remove them"
+            )

@@ -42,7 +42,11 @@ class Conversation:
 
 
 def fit(
-    given: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None, *, add_generation_prompt: bool
+    given: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, object] | None,
+    *,
+    add_generation_prompt: bool,
 ) -> tuple[Conversation, str]:
     """The conversation as the chat template takes it, and its text. RowError: what the template refuses or drops."""
     errors: list[str] = []
@@ -51,7 +55,9 @@ def fit(
             text = write(candidate, tokenizer, template_kwargs, add_generation_prompt=add_generation_prompt)
             if "None" in text and _writes_none(candidate, text, tokenizer, template_kwargs):
                 continue  # the form that has a text in its place follows
-            lost = lost_part(candidate, text, names_tools=bool(given.tools) and _shows_tools(tokenizer, str(tokenizer.chat_template)))
+            lost = lost_part(
+                candidate, text, names_tools=bool(given.tools) and _shows_tools(tokenizer, str(tokenizer.chat_template))
+            )
             if lost is None:
                 return candidate, text
             errors.append(f"the chat template leaves {lost} out; use a template that writes it, or change the row")
@@ -86,8 +92,9 @@ def write(
 def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
     """Yields the conversation in each form that templates accept, the commonest first.
 
-    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if only an empty one;
-    many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.
+    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if
+    only an empty one; many know fewer roles than a row may have, one name for thoughts, and tools and calls only as
+    OpenAI writes them.
     """
     has_older = any(message["role"] in OLDER_ROLES for message in given.messages)
     calls: list[Any] = [message["tool_calls"] for message in given.messages if "tool_calls" in message]
@@ -108,12 +115,16 @@ def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence
     known = [key for key in THOUGHTS if re.search(rf"""\.{key}\b|['"]{key}['"]""", template)]
     names = {key: known[0] for key in THOUGHTS if known and key not in known}
     return [
-        message if message.keys() & set(known) else {names.get(key, key): value for key, value in message.items()} for message in messages
+        message if message.keys() & set(known) else {names.get(key, key): value for key, value in message.items()}
+        for message in messages
     ]
 
 
 def _writes_none(
-    conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
+    conversation: Conversation,
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, object] | None,
 ) -> bool:
     """True if the template writes the missing content of a tool call's message as Python's None, as GLM 4.5's does."""
     if all(message["content"] is not None for message in conversation.messages):
@@ -145,7 +156,9 @@ def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
         if isinstance(arguments, str) != as_text:
             arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
         function = {**function, "arguments": arguments}
-        shown.append({**call, "function": function} if "function" in call else _wrapped(function) if wraps else function)
+        shown.append(
+            {**call, "function": function} if "function" in call else _wrapped(function) if wraps else function
+        )
     return {**message, "tool_calls": shown}
 
 
@@ -181,7 +194,9 @@ def lost_part(conversation: Conversation, text: str, *, names_tools: bool = Fals
         return None
     rest = _LAYOUT.sub("", text)
     for what, part in parts:
-        forms = (_LAYOUT.sub("", form) for form in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]))
+        forms = (
+            _LAYOUT.sub("", form) for form in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1])
+        )
         found = next((form for form in forms if form in rest), None)
         if found is None:
             return what
@@ -217,7 +232,9 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, str, object]]:
 
 
 def _texts(arguments: object) -> Iterator[str]:
-    for entry in arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ():
+    for entry in (
+        arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ()
+    ):
         if isinstance(entry, str):
             yield entry
         else:
@@ -230,7 +247,9 @@ def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": _MARK, "description": "x", "parameters": schema}}]
     try:
-        shown = _MARK in str(tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=tools, tokenize=False))
+        shown = _MARK in str(
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=tools, tokenize=False)
+        )
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError):
         return True  # rows that have tools say why
     if not shown:

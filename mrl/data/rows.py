@@ -34,7 +34,20 @@ SHAREGPT_KEY = "conversations"
 INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
 ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
-NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio", "system", "system_prompt", "history")
+NEEDED = (
+    "context",
+    "passage",
+    "choices",
+    "options",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "system",
+    "system_prompt",
+    "history",
+)
 """Keys of question answering and of chats: few questions make sense without their values."""
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
@@ -120,7 +133,11 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         return _chat(fields, dataset, SHAREGPT_KEY)
     # TRL's rows have a conversation where others have its question.
     key = next((key for key in question_keys if fields.get(key) is not None), "")
-    return _chat(fields, dataset, key) if is_conversation(fields.get(key)) else _question(fields, question_keys, answer_keys(dataset))
+    return (
+        _chat(fields, dataset, key)
+        if is_conversation(fields.get(key))
+        else _question(fields, question_keys, answer_keys(dataset))
+    )
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
@@ -128,29 +145,50 @@ def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     pair = _parse_pair_format(fields, dataset)
     messages, tools = _with_system(pair.messages, fields, dataset), _tools(fields, dataset)
     asked, chosen, rejected = (calls_as_written(part, tools) for part in (messages, pair.chosen, pair.rejected))
-    return replace(pair, messages=asked, chosen=chosen, rejected=rejected, tools=tools, unshown=_unshown(pair.rest, messages))
+    return replace(
+        pair, messages=asked, chosen=chosen, rejected=rejected, tools=tools, unshown=_unshown(pair.rest, messages)
+    )
 
 
 def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     if "completions" in fields:
         completions = fields["completions"]
-        if not isinstance(completions, list) or len(completions) != 2 or not all(isinstance(entry, dict) for entry in completions):
+        if (
+            not isinstance(completions, list)
+            or len(completions) != 2
+            or not all(isinstance(entry, dict) for entry in completions)
+        ):
             raise RowError("completions must be a list of two objects with rank and completion")
         ranks = [entry.get("rank") for entry in completions]
         if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
-            raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
-        chosen, rejected = (_turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"]))
-        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", "completions"))
+            raise RowError(
+                f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better "
+                "one lower"
+            )
+        chosen, rejected = (
+            _turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"])
+        )
+        return ParsedPair(
+            _turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", "completions")
+        )
     if "overall_preference" in fields:
         preference = fields["overall_preference"]
         if not isinstance(preference, int | float):
             raise RowError("overall_preference must be a number")
         # A tie teaches nothing: both replies are the first one, as in NeMo RL.
-        better, worse = ("response2", "response1") if preference > 0 else ("response1", "response2" if preference < 0 else "response1")
+        better, worse = (
+            ("response2", "response1")
+            if preference > 0
+            else ("response1", "response2" if preference < 0 else "response1")
+        )
         chosen, rejected = (_turns(fields, key, "assistant") for key in (better, worse))
-        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", better, worse))
+        return ParsedPair(
+            _turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", better, worse)
+        )
     chosen, rejected = (_turns(fields, key, "assistant") for key in (dataset.chosen_key, dataset.rejected_key))
-    num_shared = next((index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), len(chosen))
+    num_shared = next(
+        (index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), len(chosen)
+    )
     if num_shared == len(chosen) or num_shared >= len(rejected):
         raise RowError(f"{dataset.chosen_key} and {dataset.rejected_key} do not differ")
     # Whole conversations begin alike, and so may replies of several turns.
@@ -163,7 +201,9 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
     """Describes, to end a message, the other kind of row that these keys suggest; "" if none."""
-    is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool({"overall_preference", "completions"} & fields.keys())
+    is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool(
+        {"overall_preference", "completions"} & fields.keys()
+    )
     if is_pair and not reads_pairs:
         return "; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read"
     if REQUEST in fields and not reads_gym:
@@ -221,7 +261,9 @@ def _tools(fields: Fields, dataset: DatasetConfig) -> list[Fields]:
         except ValueError as error:
             raise RowError(f"{key} is a text that is not JSON: {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{key} must be a list of objects; if it holds something else, let data.default.tool_key name another key")
+        raise RowError(
+            f"{key} must be a list of objects; if it holds something else, let data.default.tool_key name another key"
+        )
     return [tool for tool in map(schema_as_written, tools) if isinstance(tool, dict)]
 
 
@@ -247,7 +289,9 @@ def gold_of(answer: str) -> str:
     return first.replace(",", "") if _THOUSANDS.fullmatch(first) else first
 
 
-def _question(fields: Fields, question_keys: Sequence[str], keys: Sequence[str], *, needs_answer: bool = False) -> ParsedRow:
+def _question(
+    fields: Fields, question_keys: Sequence[str], keys: Sequence[str], *, needs_answer: bool = False
+) -> ParsedRow:
     question, used = _asked(fields, question_keys)
     answer_key = next((key for key in keys if fields.get(key) is not None), None)
     messages = [said("user", question)]
@@ -279,7 +323,9 @@ def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> ParsedRow:
     if completion is not None:
         turns = messages_of(fields[completion], completion)
         if [turn["role"] for turn in turns] != ["assistant"]:
-            raise RowError(f"{completion} must be one message of the assistant; give a longer conversation as {dataset.chat_key}")
+            raise RowError(
+                f"{completion} must be one message of the assistant; give a longer conversation as {dataset.chat_key}"
+            )
         messages += turns
         keys = tuple(name for name in keys if name != completion)
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None

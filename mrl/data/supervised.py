@@ -40,7 +40,9 @@ class TokenSequence:
     token_ids: np.ndarray
     """int32 [L]. Nothing follows the last part that is learned."""
     targets: tuple[tuple[int, int], ...]
-    """Positions [start, stop) of tokens that are learned, in order, at least one; the first token of all is never among them."""
+    """Positions [start, stop) of tokens that are learned, in order, at least one; the first token of all is never among
+    them.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,16 @@ def load_examples(config: RunConfig) -> SupervisedData:
         return dataclasses.replace(example, example_id=example_id)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    train, validation, left_out = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(
+        config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer), finish
+    )
     pad_token_id = tokenizer.pad_token_id
     return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, left_out)
 
 
-def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Example]:
+def example_reader(
+    key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> Reader[Example]:
     """Reader of a data set's examples. Without a tokenizer they have no tokens, and may be too long."""
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
     chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
@@ -97,7 +103,9 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
         only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )
-    max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
+    max_tokens = min(
+        config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length
+    )
 
     variables = None if tokenizer is None else template_variables(tokenizer)
 
@@ -112,15 +120,22 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
             )
         else:
             row = parse_row(fields, dataset)
-            unshown, conversations = row.unshown, [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
+            unshown, conversations = (
+                row.unshown,
+                [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)],
+            )
         for conversation in conversations:
             learned_of(conversation, only_final=how.only_unmask_final)
         if tokenizer is None:
             return Parsed(Example("", ()), optional_text(fields, "id"), unshown=unshown)
         sequences = []
         for conversation in conversations:
-            prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
-            sequences.append(tokenize(prompted, tokenizer, dataclasses.replace(how, template_kwargs={**how.template_kwargs, **own})))
+            prompted = dataclasses.replace(
+                conversation, messages=with_prompts(conversation.messages, chat, around="first")
+            )
+            sequences.append(
+                tokenize(prompted, tokenizer, dataclasses.replace(how, template_kwargs={**how.template_kwargs, **own}))
+            )
         longest = max(len(sequence.token_ids) for sequence in sequences)
         if longest > max_tokens:
             raise TooLong(longest)
@@ -135,7 +150,9 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
 
 def learned_of(conversation: Conversation, *, only_final: bool) -> list[int]:
     """Indices of learned messages: the assistant's, or its last, but for those their marks exclude. RowError: none."""
-    learned = [index for index, message in enumerate(conversation.messages) if is_learned(message, f"messages[{index}]")]
+    learned = [
+        index for index, message in enumerate(conversation.messages) if is_learned(message, f"messages[{index}]")
+    ]
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if not answers:
         raise RowError("no message has the role assistant, so there is nothing to learn")
@@ -149,8 +166,9 @@ def learned_of(conversation: Conversation, *, only_final: bool) -> list[int]:
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
     """The tokens of a conversation, and which of them belong to the assistant's messages.
 
-    A message consists of the difference between the chat template's text up to its end and the text before it, and of the mark of the next
-    role where nothing else ends it. A RowError says that there is nothing to learn, or that the template cannot render the conversation.
+    A message consists of the difference between the chat template's text up to its end and the text before it, and of
+    the mark of the next role where nothing else ends it. A RowError says that there is nothing to learn, or that the
+    template cannot render the conversation.
     """
     messages, learned = conversation.messages, learned_of(conversation, only_final=how.only_unmask_final)
     shown, text = fit(conversation, tokenizer, how.template_kwargs, add_generation_prompt=False)
@@ -159,13 +177,17 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
         part = Conversation(shown.messages[:count], shown.tools)
         return write(part, tokenizer, how.template_kwargs, add_generation_prompt=add_generation_prompt)
 
-    texts, marks, tail = [text], dict[int, str](), _tail_of_turns(tokenizer, str(tokenizer.chat_template), json.dumps(how.template_kwargs))
+    texts, marks, tail = (
+        [text],
+        dict[int, str](),
+        _tail_of_turns(tokenizer, str(tokenizer.chat_template), json.dumps(how.template_kwargs)),
+    )
     for index in learned:
         before, after = render(index) if index else "", render(index + 1)
         if not texts[0].startswith(before) or not texts[0].startswith(after):
             raise RowError(
-                "the chat template writes a message differently once others follow it, so what belongs to it cannot be told; "
-                "set sft.only_unmask_final=true, or use another template"
+                "the chat template writes a message differently once others follow it, so what belongs to it "
+                "cannot be told; set sft.only_unmask_final=true, or use another template"
             )
         texts += [render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after]
         if index + 1 < len(messages) and not (tail and after.rstrip().endswith(tail)):
@@ -174,7 +196,9 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
     whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
     num = 2 * len(learned)
-    starts, stops, ends = ([_num_common(part, whole) for part in some] for some in (parts[0:num:2], parts[1:num:2], parts[num:]))
+    starts, stops, ends = (
+        [_num_common(part, whole) for part in some] for some in (parts[0:num:2], parts[1:num:2], parts[num:])
+    )
     targets = [_with_end(*bounds, whole, tokenizer) for bounds in zip(starts, stops, ends, strict=True)]
     # Some templates write a line break behind the end token.
     ends_itself = tokenizer.eos_token is None or texts[0].rstrip("\n").endswith(str(tokenizer.eos_token))
@@ -197,13 +221,17 @@ def _tail_of_turns(tokenizer: PreTrainedTokenizerBase, template: str, template_k
     asked: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
     try:
         return (
-            write(Conversation(asked), tokenizer, json.loads(template_kwargs), add_generation_prompt=False).rpartition(_CONTENT)[2].strip()
+            write(Conversation(asked), tokenizer, json.loads(template_kwargs), add_generation_prompt=False)
+            .rpartition(_CONTENT)[2]
+            .strip()
         )
     except RowError:
         return ""
 
 
-def _mark_behind(shown: Conversation, index: int, after: str, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> str:
+def _mark_behind(
+    shown: Conversation, index: int, after: str, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat
+) -> str:
     """The next message's role mark, up to white space, where the chat template ends an answer by nothing else; else "".
 
     Models of such templates (GLM, Vicuna) end their turns by writing it, and TRL's training templates learn it.
@@ -218,10 +246,16 @@ def _mark_behind(shown: Conversation, index: int, after: str, tokenizer: PreTrai
     return found.group() if found else ""
 
 
-def _with_end(start: int, stop: int, marked: int, whole: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The part [start, stop), up to `marked` if no special token ends it; of several behind it, the first is its end."""
+def _with_end(
+    start: int, stop: int, marked: int, whole: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int]:
+    """The part [start, stop), up to `marked` if no special token ends it; of several behind it, the first is
+    its end.
+    """
     special = _special_ids(tokenizer)
-    last = next((token_id for token_id in reversed(whole[start:stop]) if str(tokenizer.decode([token_id])).strip()), None)
+    last = next(
+        (token_id for token_id in reversed(whole[start:stop]) if str(tokenizer.decode([token_id])).strip()), None
+    )
     if last in special:
         return start, stop
     return start, next((index + 1 for index in range(stop, marked) if whole[index] in special), max(stop, marked))
@@ -234,4 +268,6 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _num_common(first: list[int], second: list[int]) -> int:
-    return next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -41,7 +41,9 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
     try:
         num_rows = _check_parquet(path) if kind == "parquet" else _check_arrow(path)
         with tempfile.TemporaryDirectory() as cache:
-            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **settings)
+            rows = datasets.load_dataset(
+                kind, data_files=files, split="train", streaming=True, cache_dir=cache, **settings
+            )
             for batch in rows.with_format("arrow").iter(BATCH_ROWS):
                 for row in _rows_of(batch):
                     number += 1
@@ -86,23 +88,32 @@ def _arrow_batches(source: pyarrow.NativeFile) -> Iterable[pyarrow.RecordBatch]:
 
 
 def _rows_of(batch: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Fields]:
-    nested = [field for field in batch.schema if pyarrow.types.is_nested(field.type) or isinstance(field.type, pyarrow.JsonType)]
+    nested = [
+        field
+        for field in batch.schema
+        if pyarrow.types.is_nested(field.type) or isinstance(field.type, pyarrow.JsonType)
+    ]
     for row in batch.to_pylist(maps_as_pydicts="strict"):
         yield row | {field.name: _as_written(row[field.name], field.type) for field in nested}
 
 
 def _as_written(value: object, kind: pyarrow.DataType) -> object:
-    """The value as its row had it before it became a table's: objects that `datasets`' Json feature keeps as texts are parsed, and objects
-    lack the keys that are null, since a table gives every object each key that another row's has. Nulls in lists and in JSON are the row's.
+    """The value as its row had it before it became a table's: objects that `datasets`' Json feature keeps as texts are
+    parsed, and objects lack the keys that are null, since a table gives every object each key that another row's has.
+    Nulls in lists and in JSON are the row's.
     """
     if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
         return json.loads(value)
-    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType) and isinstance(value, list):
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType) and isinstance(
+        value, list
+    ):
         return [_as_written(entry, kind.value_type) for entry in value]
     if isinstance(kind, pyarrow.MapType) and isinstance(value, dict):
         return {key: _as_written(entry, kind.item_type) for key, entry in value.items()}
     if isinstance(kind, pyarrow.StructType) and isinstance(value, dict):
-        return {field.name: _as_written(value[field.name], field.type) for field in kind if value[field.name] is not None}
+        return {
+            field.name: _as_written(value[field.name], field.type) for field in kind if value[field.name] is not None
+        }
     return value
 
 
@@ -127,7 +138,10 @@ def _check_arrow(path: Path) -> int:
         for batch in _arrow_batches(source):
             num_rows += batch.num_rows
             for field, column in zip(batch.schema, batch.columns, strict=True):
-                if isinstance(column, pyarrow.DictionaryArray) and column.type.value_type in (pyarrow.string(), pyarrow.large_string()):
+                if isinstance(column, pyarrow.DictionaryArray) and column.type.value_type in (
+                    pyarrow.string(),
+                    pyarrow.large_string(),
+                ):
                     lengths = pyarrow.compute.binary_length(column.dictionary).take(column.indices)
                     _check_expansion(field.name, column.nbytes, pyarrow.compute.sum(lengths).as_py() or 0)
                 elif "dictionary<" in str(field.type):

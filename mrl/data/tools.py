@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from mrl.data.fields import Fields, Message
 
 _DATA = ("default", "const", "enum", "examples")
-"""Keywords of JSON Schema whose values are any JSON (draft 2020-12, Validation 6.1 and 9). Under all others a null means nothing."""
+"""Keywords of JSON Schema whose values are any JSON (draft 2020-12, Validation 6.1 and 9). Under all others a null
+means nothing.
+"""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by names, which may be those of keywords."""
 

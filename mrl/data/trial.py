@@ -36,7 +36,12 @@ AGAIN_S = 0.5
 
 _USER = {"role": "user", "content": "What is 12+30?"}
 _ANSWER = {"role": "assistant", "content": "42"}
-CONVERSATIONS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER], [_USER, _ANSWER, _USER], [_USER, _ANSWER])
+CONVERSATIONS = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER],
+    [_USER, _ANSWER, _USER],
+    [_USER, _ANSWER],
+)
 
 
 class Overrun(Exception):
@@ -49,8 +54,9 @@ def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
         within_limits(lambda: _render(tokenizer, dict(template_kwargs or {})), cpu_s=CPU_S)
     except Overrun as error:
         raise ValueError(
-            f"policy.tokenizer.name={tokenizer.name_or_path}: its chat template takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to "
-            f"write a conversation of a few words; correct it, or name another one by policy.tokenizer.chat_template"
+            f"policy.tokenizer.name={tokenizer.name_or_path}: its chat template takes more than {CPU_S} s or "
+            f"{MEMORY_BYTES >> 30} GiB to write a conversation of a few words; correct it, or name another one by "
+            "policy.tokenizer.chat_template"
         ) from error
 
 
@@ -100,8 +106,8 @@ def row_limit() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S, AGAIN_S)
             return
         raise EndlessRow(
-            f"the chat template takes more than {CPU_S} s to write this row; correct it, remove the row, or name another "
-            f"one by policy.tokenizer.chat_template"
+            f"the chat template takes more than {CPU_S} s to write this row; correct it, remove the row, or name "
+            f"another one by policy.tokenizer.chat_template"
         )
 
     before = signal.signal(signal.SIGVTALRM, stop)
@@ -126,7 +132,11 @@ def _status(child: int) -> int:
 
 def _limit(cpu_s: int) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, size + MEMORY_BYTES),
+    ):
         _, most = resource.getrlimit(limit)
         bound = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (bound, bound))

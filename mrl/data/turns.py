@@ -37,7 +37,11 @@ class TurnFormat:
     """Reads and writes the turns of a rollout, with a tokenizer and its chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, object] | None, end_ids: Collection[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, object] | None,
+        end_ids: Collection[int] = (),
     ) -> None:
         """`template_kwargs` are those of the prompts, policy.tokenizer.chat_template_kwargs; `end_ids` end a turn."""
         self.tokenizer = tokenizer
@@ -66,7 +70,9 @@ class TurnFormat:
             return "out of context"
         return transcript if len(rollout.turns) < max_turns else "over"
 
-    def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> Transcript:
+    def go_on(
+        self, rollout: Rollout, observation: Sequence[Mapping[str, str]], template_kwargs: str = ""
+    ) -> Transcript:
         """The rollout, then the environment's messages, then the beginning of the assistant's next turn."""
         tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation, template_kwargs), dtype=np.int32)
         return Transcript(
@@ -78,11 +84,13 @@ class TurnFormat:
             proposals=rollout.proposals,
         )
 
-    def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> list[int]:
+    def tail_ids(
+        self, last_token_id: int, observation: Sequence[Mapping[str, str]], template_kwargs: str = ""
+    ) -> list[int]:
         """Ids between the model's last token and its next turn: the rest of its message, observation, head of the next.
 
-        The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model has written that
-        one or another already, it is left out.
+        The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model
+        has written that one or another already, it is left out.
         """
         ids: list[int] = self.tokenizer(self._tail(observation, template_kwargs), add_special_tokens=False)["input_ids"]
         has_ended = ids[:1] == [last_token_id] or {last_token_id, *ids[:1]} <= self._end_ids
@@ -93,7 +101,11 @@ class TurnFormat:
         values = {**(self._template_kwargs or {}), **json.loads(template_kwargs or "{}")}
         reason = ""
         for roles in ({}, OLDER_ROLES, OLDER_ROLES | {"tool": "user", "function": "user"}):
-            messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *renamed(answers.messages, roles)]
+            messages = [
+                {"role": "user", "content": ""},
+                {"role": "assistant", "content": _ANSWER},
+                *renamed(answers.messages, roles),
+            ]
             try:
                 text = write(Conversation(messages), self.tokenizer, values, add_generation_prompt=True)
             except RowError as error:
@@ -102,7 +114,9 @@ class TurnFormat:
             tail = text.rpartition(_ANSWER)[2]
             if (lost := lost_part(answers, tail)) is None:
                 if "tool" in roles and not self._has_warned:
-                    logger.warning("The chat template ignores tools: results of tools are written as the user's messages")
+                    logger.warning(
+                        "The chat template ignores tools: results of tools are written as the user's messages"
+                    )
                     self._has_warned = True
                 return tail
             reason = reason or f"it leaves {lost} out"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: checks that this host or cluster fits a run; names remedies.
 
-Without a config it takes seconds and imports no library that may be broken. Where RAY_ADDRESS is set it asks every node of that cluster.
+Without a config it takes seconds and imports no library that may be broken. Where RAY_ADDRESS is set it asks every node
+of that cluster.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ def diagnose(config: RunConfig | None, say: Callable[[str], None] = lambda text:
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
             folders["checkpoints"] = Path(config.checkpointing.checkpoint_dir).absolute()
-    say("the nodes of the cluster" if env.RAY_ADDRESS.read() else "the libraries, GPUs, memory and network of this host")
+    say(
+        "the nodes of the cluster" if env.RAY_ADDRESS.read() else "the libraries, GPUs, memory and network of this host"
+    )
     hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else _this_host(folders, config)
     return hosts + inputs
 
 
 def _this_host(folders: dict[str, Path], config: RunConfig | None) -> list[Finding]:
-    return judge_host(probe_host(folders, is_in_cluster=False, tries_imports=config is not None), config, is_in_cluster=False)
+    return judge_host(
+        probe_host(folders, is_in_cluster=False, tries_imports=config is not None), config, is_in_cluster=False
+    )
 
 
 def judge_host(facts: HostFacts, config: RunConfig | None, *, is_in_cluster: bool) -> list[Finding]:
@@ -72,7 +77,11 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
     except (ImportError, RuntimeError) as error:
         remedy = "start the cluster, or unset RAY_ADDRESS to look at this host alone"
         return [*_this_host(folders, config), Finding("cluster", "problem", " ".join(str(error).split()), remedy)]
-    by_node = {report.name: judge_host(report.look.facts, config, is_in_cluster=True) for report in reports if report.look is not None}
+    by_node = {
+        report.name: judge_host(report.look.facts, config, is_in_cluster=True)
+        for report in reports
+        if report.look is not None
+    }
     in_job = env.SLURM_JOB_NUM_NODES.read() or ""
     num_expected = int(in_job) if in_job.isdigit() else None
     if config is not None:
@@ -82,10 +91,16 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0: no problem; 1: there is a problem; 2: the input is at fault."""
-    parser = argparse.ArgumentParser(prog="python -m mrl.doctor", description="Says whether this host or cluster is fit for a run.")
-    parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
+    parser = argparse.ArgumentParser(
+        prog="python -m mrl.doctor", description="Says whether this host or cluster is fit for a run."
+    )
     parser.add_argument(
-        "--refit", action="store_true", help="only: refit changed weights, and compare bytes and logprobs of trainer and engines"
+        "words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
+    )
+    parser.add_argument(
+        "--refit",
+        action="store_true",
+        help="only: refit changed weights, and compare bytes and logprobs of trainer and engines",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_intermixed_args(arguments)

@@ -40,13 +40,19 @@ def merge_nodes(by_node: dict[str, list[Finding]]) -> list[Finding]:
         for finding in findings:
             nodes_of.setdefault(finding, []).append(node)
     order = list(dict.fromkeys(finding.check for finding in nodes_of))
-    merged = [dataclasses.replace(finding, nodes=() if len(nodes) == len(by_node) else tuple(nodes)) for finding, nodes in nodes_of.items()]
+    merged = [
+        dataclasses.replace(finding, nodes=() if len(nodes) == len(by_node) else tuple(nodes))
+        for finding, nodes in nodes_of.items()
+    ]
     return sorted(merged, key=lambda finding: order.index(finding.check))
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """The findings as aligned lines; a remedy stands on the line below."""
-    names = [f"{finding.check} ({listed(finding.nodes, MAX_NODES_NAMED)})" if finding.nodes else finding.check for finding in findings]
+    names = [
+        f"{finding.check} ({listed(finding.nodes, MAX_NODES_NAMED)})" if finding.nodes else finding.check
+        for finding in findings
+    ]
     width = max(map(len, names), default=0)
     lines = []
     for name, finding in zip(names, findings, strict=True):
@@ -59,7 +65,10 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings as one JSON object: `is_ok`, and `findings` with the fields of `Finding`."""
-    return json.dumps({"is_ok": not has_problem(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=1)
+    return json.dumps(
+        {"is_ok": not has_problem(findings), "findings": [dataclasses.asdict(finding) for finding in findings]},
+        indent=1,
+    )
 
 
 def normalise(name: str) -> str:

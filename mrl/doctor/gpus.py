@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs of this host: what NVIDIA's driver reports, and whether torch computes on each of them.
 
-`python -m mrl.doctor.gpus` tries torch and writes a `CudaProbe` as JSON; it is a process of its own, because a driver may hang.
+`python -m mrl.doctor.gpus` tries torch and writes a `CudaProbe` as JSON; it is a process of its own, because a driver
+may hang.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class CudaProbe:
     unsupported: tuple[str, ...] = ()
     """Compute capabilities (`sm_70`) of GPUs that this build of torch has no code for."""
     libraries: tuple[str, ...] = ()
-    """Paths of the cuDNN, cuBLAS and NCCL that the process of the products has loaded, several of one name if it has."""
+    """Paths of the cuDNN, cuBLAS and NCCL that the process of the products has loaded, several of one name if
+    it has.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ def read_gpus() -> Gpus | None:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            gpus.append(HostGpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used), _numa_node(index)))
+            gpus.append(
+                HostGpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used), _numa_node(index))
+            )
         version = str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError as error:
         return Gpus(None, f"the driver does not answer: {error}", probe_cuda())
@@ -95,7 +100,9 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs this Python in its own process that imports the same mrl; raises TimeoutExpired after `PROBE_TIMEOUT_S`."""
     paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+    )
 
 
 def probe_cuda() -> CudaProbe:
@@ -122,7 +129,9 @@ def try_torch() -> CudaProbe:
     nccl = ".".join(map(str, torch_nccl.version()))
     capabilities = {torch.cuda.get_device_capability(index) for index in range(num_gpus)}
     built_for = torch.cuda.get_arch_list()
-    unsupported = tuple(f"sm_{major}{minor}" for major, minor in sorted(capabilities) if not runs_on((major, minor), built_for))
+    unsupported = tuple(
+        f"sm_{major}{minor}" for major, minor in sorted(capabilities) if not runs_on((major, minor), built_for)
+    )
     error = ""
     try:
         for index in range(num_gpus):
@@ -133,7 +142,9 @@ def try_torch() -> CudaProbe:
         torch.backends.cudnn.version()
     except RuntimeError as failure:
         error = str(failure).splitlines()[0]
-    return CudaProbe(error, num_gpus, nccl, unsupported, cuda_libraries(Path("/proc/self/maps").read_text(encoding="utf-8")))
+    return CudaProbe(
+        error, num_gpus, nccl, unsupported, cuda_libraries(Path("/proc/self/maps").read_text(encoding="utf-8"))
+    )
 
 
 def cuda_libraries(maps: str) -> tuple[str, ...]:
@@ -144,8 +155,8 @@ def cuda_libraries(maps: str) -> tuple[str, ...]:
 def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     """Tells whether a GPU runs code built for these architectures, in torch's names (`sm_90`, `sm_90a`, `compute_120`).
 
-    Machine code runs on its own major version from its minor version on, PTX (`compute_...`) on everything later; with a letter behind
-    it, both run on that version alone (CUDA C++ Programming Guide, "Application Compatibility").
+    Machine code runs on its own major version from its minor version on, PTX (`compute_...`) on everything later; with
+    a letter behind it, both run on that version alone (CUDA C++ Programming Guide, "Application Compatibility").
     """
     for kind, digits, letter in re.findall(r"(sm|compute)_(\d+)([a-z]?)", " ".join(built_for)):
         built = int(digits[:-1]), int(digits[-1])

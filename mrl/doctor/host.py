@@ -44,7 +44,10 @@ def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     found, remedy = f"/dev/shm: {shared.free_bytes / GIB:.2f} of {shared.total_bytes / GIB:.2f} GiB free", ""
     if shared.total_bytes < least:
         found += f", at least {least / GIB:g} GiB are needed"
-        remedy = "docker run --shm-size=64g; Kubernetes: an emptyDir of medium Memory at /dev/shm; else mount -o remount,size=64G /dev/shm"
+        remedy = (
+            "docker run --shm-size=64g; Kubernetes: an emptyDir of medium Memory at /dev/shm; else mount -o "
+            "remount,size=64G /dev/shm"
+        )
     elif shared.free_bytes < least / 2:
         remedy = "remove what ended processes left in /dev/shm"
     findings.append(Finding("shared memory", "problem" if remedy else "ok", found, remedy))
@@ -53,7 +56,10 @@ def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     findings += _network(facts.network, is_in_cluster=is_in_cluster)
     confined = facts.confinement
     if confined.lack:
-        remedy = "only the environment code is concerned: use another host or container for it, or set env.code.allow_unconfined=true"
+        remedy = (
+            "only the environment code is concerned: use another host or container for it, or set "
+            "env.code.allow_unconfined=true"
+        )
         findings.append(Finding("programs under reward", "note", confined.lack, remedy))
     else:
         found = f"confined by Landlock (ABI {confined.landlock_abi}) and seccomp, {confined.machine}"
@@ -64,7 +70,10 @@ def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
 def _gpus(gpus: Gpus, torch_cuda: str | None) -> list[Finding]:
     driver, probe = gpus.driver, gpus.probe
     if driver is None:
-        remedy = "run nvidia-smi; if it fails too, the driver's module and library differ: restart the host or install the driver again"
+        remedy = (
+            "run nvidia-smi; if it fails too, the driver's module and library differ: restart the host or "
+            "install the driver again"
+        )
         return [Finding("driver", "problem", gpus.driver_error, remedy)]
     found = f"{driver.version}, for CUDA up to {'.'.join(map(str, driver.cuda))}"
     findings = [Finding("driver", "ok", found)]
@@ -75,7 +84,10 @@ def _gpus(gpus: Gpus, torch_cuda: str | None) -> list[Finding]:
         num_gpus, wrong, remedy = len(driver.gpus), "", ""
         if probe.error:
             wrong = probe.error
-            remedy = "see the driver's line; in a container, start it with its GPUs (--gpus all); CUDA_VISIBLE_DEVICES may hide them"
+            remedy = (
+                "see the driver's line; in a container, start it with its GPUs (--gpus all); "
+                "CUDA_VISIBLE_DEVICES may hide them"
+            )
         elif probe.unsupported:
             wrong = f"this torch has no code for GPUs of {', '.join(probe.unsupported)}"
             remedy = "install a torch that is built for these GPUs"
@@ -99,27 +111,43 @@ def _numa(nodes: Sequence[int | None]) -> list[Finding]:
     known = sorted({node for node in nodes if node is not None})
     if not known:
         return []
-    of_node = [f"node {node}: GPU {', '.join(str(gpu) for gpu, of in enumerate(nodes) if of == node)}" for node in known]
+    of_node = [
+        f"node {node}: GPU {', '.join(str(gpu) for gpu, of in enumerate(nodes) if of == node)}" for node in known
+    ]
     lost = [str(gpu) for gpu, node in enumerate(nodes) if node is None]
     found = "; ".join([*of_node, *([f"not known: GPU {', '.join(lost)}"] if lost else [])])
-    return [Finding("NUMA nodes", "ok", f"{found}; ranks and engine workers are bound to theirs (cluster.bind_to_numa)")]
+    return [
+        Finding("NUMA nodes", "ok", f"{found}; ranks and engine workers are bound to theirs (cluster.bind_to_numa)")
+    ]
 
 
 def _libraries(paths: Sequence[str]) -> Finding:
-    twice = sorted(name for name, count in Counter(Path(path).name.partition(".")[0] for path in paths).items() if count > 1)
-    remedy = f"take the folders of the other {' and '.join(twice)} out of LD_LIBRARY_PATH and LD_PRELOAD" if twice else ""
+    twice = sorted(
+        name for name, count in Counter(Path(path).name.partition(".")[0] for path in paths).items() if count > 1
+    )
+    remedy = (
+        f"take the folders of the other {' and '.join(twice)} out of LD_LIBRARY_PATH and LD_PRELOAD" if twice else ""
+    )
     return Finding("CUDA libraries", "problem" if twice else "ok", ", ".join(paths), remedy)
 
 
 def _capacity(capacity: Capacity) -> Finding:
     if capacity.num_cores < MIN_CORES:
-        remedy = "give the job or container more of them; Ray's processes and the ranks wait for each other until they miss their deadlines"
+        remedy = (
+            "give the job or container more of them; Ray's processes and the ranks wait for each other until "
+            "they miss their deadlines"
+        )
         return Finding("capacity", "problem", f"{capacity}; {MIN_CORES} cores are needed", remedy)
     if capacity.free_bytes < MIN_MEMORY_BYTES:
         found = f"{capacity}; the smallest run needs {MIN_MEMORY_BYTES / 1e9:g} GB of memory"
-        return Finding("capacity", "problem", found, "end what else runs here, or raise the memory of the job or container")
+        return Finding(
+            "capacity", "problem", found, "end what else runs here, or raise the memory of the job or container"
+        )
     if capacity.load > MAX_LOAD * capacity.num_cores:
-        remedy = "end the other programs here, or wait for them; they slow a run down, and Ray may need several tries to start"
+        remedy = (
+            "end the other programs here, or wait for them; they slow a run down, and Ray may need several "
+            "tries to start"
+        )
         return Finding("capacity", "note", f"{capacity}: the cores are busy", remedy)
     return Finding("capacity", "ok", str(capacity))
 
@@ -138,9 +166,17 @@ def _limits(facts: HostFacts, *, is_large: bool) -> list[Finding]:
     spelt = {name: "unlimited" if number == float("inf") else f"{number:,}" for name, number in found.items()}
 
     def low(name: str, needed: int, need: str, *, is_note: bool = False) -> Finding:
-        remedy = f"docker run --ulimit {name}={needed}; else {name} in /etc/security/limits.conf, or in the service that starts the jobs"
+        remedy = (
+            f"docker run --ulimit {name}={needed}; else {name} in /etc/security/limits.conf, or in the "
+            "service that starts the jobs"
+        )
         title, option = LIMITS[name]
-        return Finding("limits", "note" if is_note else "problem", f"{title}: at most {spelt[name]} (ulimit -{option}); {need}", remedy)
+        return Finding(
+            "limits",
+            "note" if is_note else "problem",
+            f"{title}: at most {spelt[name]} (ulimit -{option}); {need}",
+            remedy,
+        )
 
     findings = [low(name, needed, f"{needed:,} are needed") for name, needed in least.items() if found[name] < needed]
     if is_large and MIN_FILES <= found["nofile"] < MIN_CLUSTER_FILES:
@@ -152,13 +188,21 @@ def _disk(use: str, disk: Disk) -> Finding:
     name = f"disk for {use}"
     found = f"{disk.folder}: {disk.free_bytes / 1e9:,.1f} of {disk.total_bytes / 1e9:,.1f} GB free"
     if not disk.is_writable:
-        return Finding(name, "problem", f"{disk.folder} cannot be written to", "choose another folder, or change its owner")
+        return Finding(
+            name, "problem", f"{disk.folder} cannot be written to", "choose another folder, or change its owner"
+        )
     if disk.free_bytes < MIN_FREE_BYTES:
         return Finding(name, "problem", found, "free some, or choose another disk")
     if use == TEMPORARY and (most := longest_folder(ENGINE_SOCKET)) < len(os.fsencode(disk.folder)):
-        found = f"{disk.folder} leaves no room for the names of sockets, whose paths have {MAX_PATH_BYTES} bytes: it may have {most}"
+        found = (
+            f"{disk.folder} leaves no room for the names of sockets, whose paths have {MAX_PATH_BYTES} bytes: "
+            f"it may have {most}"
+        )
         return Finding(
-            name, "problem", found, "let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name a shorter folder of this host, such as /tmp"
+            name,
+            "problem",
+            found,
+            "let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name a shorter folder of this host, such as /tmp",
         )
     if use == TEMPORARY and disk.free_bytes < (1 - MAX_RAY_DISK_SHARE) * disk.total_bytes:
         remedy = "free some, or let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name another disk of this host"
@@ -170,20 +214,29 @@ def _network(network: Network, *, is_in_cluster: bool) -> list[Finding]:
     findings = []
     if is_in_cluster and not network.gloo_ifname and (not network.address or network.address.startswith("127.")):
         found = f"the host's name stands for {network.address or 'no address'}; Gloo would offer that to other nodes"
-        remedy = "put the address of the cluster's interface before the host's name into /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        remedy = (
+            "put the address of the cluster's interface before the host's name into /etc/hosts, or set "
+            "GLOO_SOCKET_IFNAME"
+        )
         findings.append(Finding("host name", "problem", found, remedy))
     if network.socket_ifname:
         # NCCL reads prefixes, `=` in front for whole names, `^` for all but these; a port may stand behind a colon.
         text = network.socket_ifname
         is_excluding, is_exact = text.startswith("^"), "=" in text[:2]
         names = [name.partition(":")[0] for name in text.lstrip("^=").split(",") if name]
-        matches = [any(found == name if is_exact else found.startswith(name) for name in names) for found in network.interfaces]
+        matches = [
+            any(found == name if is_exact else found.startswith(name) for name in names) for found in network.interfaces
+        ]
         if all(is_match == is_excluding for is_match in matches):
             found = f"NCCL_SOCKET_IFNAME={text} leaves none of the interfaces {', '.join(network.interfaces)}"
-            findings.append(Finding("interfaces", "problem", found, "unset it, or name an interface that joins the nodes"))
+            findings.append(
+                Finding("interfaces", "problem", found, "unset it, or name an interface that joins the nodes")
+            )
     if network.fabric == "efa" and network.num_rdma_devices == 0:
         remedy = "ask for them (vpc.amazonaws.com/efa in the pod's resources), or unset FI_PROVIDER"
-        findings.append(Finding("fabric", "problem", "FI_PROVIDER=efa, but there is no device in /dev/infiniband", remedy))
+        findings.append(
+            Finding("fabric", "problem", "FI_PROVIDER=efa, but there is no device in /dev/infiniband", remedy)
+        )
     devices = f"{network.num_rdma_devices} RDMA devices" if network.num_rdma_devices else "no RDMA device"
     return findings or [Finding("network", "ok", f"{', '.join(network.interfaces)}; {devices}")]
 
@@ -192,7 +245,10 @@ def _ports(ports: Ports) -> list[Finding]:
     findings = []
     if ports.taken:
         found = f"taken on this host: {', '.join(f'{ports.numbers[name]} ({name})' for name in ports.taken)}"
-        remedy = "before a Ray head is started here, end what listens there (ray stop ends a Ray), or set the variable to another port"
+        remedy = (
+            "before a Ray head is started here, end what listens there (ray stop ends a Ray), or set the "
+            "variable to another port"
+        )
         findings.append(Finding("ports", "note", found, remedy))
     low, high = ports.ephemeral
     if inside := [f"{number} ({name})" for name, number in ports.numbers.items() if low <= number <= high]:

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from conversion.families.registry import family
 from conversion.families.settings import HfConfig
-from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, files_to_hide, read_config, read_header, weight_files
+from conversion.files.hf_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    HeaderTensor,
+    files_to_hide,
+    read_config,
+    read_header,
+    weight_files,
+)
 from conversion.files.hf_weights import is_unused
 from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
@@ -64,7 +72,10 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
     except ValueError as error:
         return [Finding("model", "problem", f"{error}; {AGAIN}")]
     if hidden := files_to_hide(folder):
-        text = f"{folder}: {SINGLE_FILE} is read, as in transformers, and these are not: {', '.join(hidden[:3])}; remove it, or them"
+        text = (
+            f"{folder}: {SINGLE_FILE} is read, as in transformers, and these are not: {', '.join(hidden[:3])}; "
+            "remove it, or them"
+        )
         return [Finding("model", "problem", text)]
     problems: list[str] = []
     stored: dict[str, HeaderTensor] = {}
@@ -72,7 +83,9 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         try:
             file = open_file(path)
             try:
-                stored |= {name: tensor for name, tensor in read_header(file, path).items() if not is_unused(name, hf_config)}
+                stored |= {
+                    name: tensor for name, tensor in read_header(file, path).items() if not is_unused(name, hf_config)
+                }
             finally:
                 os.close(file)
         except FileNotFoundError:
@@ -88,7 +101,9 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
             },
         }
         problems = [
-            f"{folder}: tensors {fault}: {len(names)}, the first is {min(names)}; {AGAIN}" for fault, names in faults.items() if names
+            f"{folder}: tensors {fault}: {len(names)}, the first is {min(names)}; {AGAIN}"
+            for fault, names in faults.items()
+            if names
         ]
     for path in sorted(folder.glob("*.safetensors")):
         if path not in files:
@@ -96,7 +111,10 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
     if problems:
         return [Finding("model", "problem", problem) for problem in problems]
     num_bytes = sum(path.stat().st_size for path in files)
-    text = f"{folder}: {len(files)} of {len(files)} safetensors files, {num_bytes / 1e9:.3g} GB, all tensors of config.json"
+    text = (
+        f"{folder}: {len(files)} of {len(files)} safetensors files, {num_bytes / 1e9:.3g} GB, all tensors of "
+        "config.json"
+    )
     return [Finding("model", "ok", text)]
 
 
@@ -109,11 +127,15 @@ def check_rows(path: Path) -> Finding:
             for last in file:
                 num_rows += 1
                 if PLACEHOLDER in last:
-                    return Finding("data", "problem", f"{path}:{num_rows} is a placeholder; fill the blend in with {command}")
+                    return Finding(
+                        "data", "problem", f"{path}:{num_rows} is a placeholder; fill the blend in with {command}"
+                    )
     except (OSError, ValueError) as error:
         return Finding("data", "problem", f"{path} cannot be read ({error}); make it with {command}")
     if not last.endswith(b"\n"):
-        return Finding("data", "problem", f"{path} is empty or its last row is cut off; remove it and make it again with {command}")
+        return Finding(
+            "data", "problem", f"{path} is empty or its last row is cut off; remove it and make it again with {command}"
+        )
     return Finding("data", "ok", f"{path}: {num_rows:,} rows, {path.stat().st_size / 1e9:.3g} GB")
 
 

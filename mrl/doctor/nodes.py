@@ -41,26 +41,38 @@ class NodeReport:
     clock_uncertainty_s: float = 0.0
 
 
-def look_around(name: str, folders: Mapping[str, Path], canaries: Mapping[str, Path], patience_s: float, tries_imports: bool) -> NodeLook:
+def look_around(
+    name: str, folders: Mapping[str, Path], canaries: Mapping[str, Path], patience_s: float, tries_imports: bool
+) -> NodeLook:
     """Probes the node called `name`; runs there. `canaries` are files that the asking host has written, by folder."""
     facts = probe_host(folders, is_in_cluster=True, tries_imports=tries_imports)
-    return NodeLook(facts, {folder: answer_canary(canary, name, patience_s=patience_s) for folder, canary in canaries.items()})
+    return NodeLook(
+        facts, {folder: answer_canary(canary, name, patience_s=patience_s) for folder, canary in canaries.items()}
+    )
 
 
-def report_nodes(folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool) -> tuple[list[NodeReport], list[str]]:
+def report_nodes(
+    folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool
+) -> tuple[list[NodeReport], list[str]]:
     """A report of every node, and the names of those that left; all should share `shared`. NoCluster: there is none."""
     # Judging reports needs no Ray.
     from mrl.cluster.nodes import ask_nodes, clock_offsets, cluster_nodes
 
     with _released_canaries(shared) as canaries, cluster_nodes() as nodes:
         alive = [node for node in nodes if node.is_alive]
-        replies = ask_nodes(alive, look_around, folders, canaries, PATIENCE_S, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
+        replies = ask_nodes(
+            alive, look_around, folders, canaries, PATIENCE_S, tries_imports, deadline_s=ANSWER_TIMEOUT_S
+        )
         clocks = clock_offsets([node for node in alive if not replies[node.name].error], deadline_s=ANSWER_TIMEOUT_S)
         reports = []
         for name, reply in replies.items():
             look = reply.answer if isinstance(reply.answer, NodeLook) else None
             sees = look.sees if look is not None else {}
-            seen = {folder: is_answered(canaries[folder], name, patience_s=PATIENCE_S) for folder, can_see in sees.items() if can_see}
+            seen = {
+                folder: is_answered(canaries[folder], name, patience_s=PATIENCE_S)
+                for folder, can_see in sees.items()
+                if can_see
+            }
             ahead_s, uncertainty_s = clocks.get(name, (None, 0.0))
             reports.append(NodeReport(name, look, reply.error, seen, ahead_s, uncertainty_s))
         return reports, [node.name for node in nodes if not node.is_alive]
@@ -93,25 +105,41 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         remedy = "the missing nodes' ray-worker-*.log says why; docs/troubleshooting.md has the reasons"
         findings = [Finding("nodes", "problem", found, remedy)]
     elif lost:
-        findings = [Finding("nodes", "problem", f"{names}{gone}", "see the logs of the lost nodes, and start the cluster again")]
-    remedy = "every node needs the same installation of mrl: the same container, or VENV on a file system that all share"
-    findings += [Finding("node", "problem", report.error, remedy, (report.name,)) for report in reports if report.look is None]
+        findings = [
+            Finding("nodes", "problem", f"{names}{gone}", "see the logs of the lost nodes, and start the cluster again")
+        ]
+    remedy = (
+        "every node needs the same installation of mrl: the same container, or VENV on a file system that all share"
+    )
+    findings += [
+        Finding("node", "problem", report.error, remedy, (report.name,)) for report in reports if report.look is None
+    ]
     facts = {report.name: report.look.facts for report in reports if report.look is not None}
     if facts:
         sources = _groups(facts, lambda of: f"{of.commit or 'no commit'} (files {of.source_digest})")
         is_same = len(_groups(facts, lambda of: of.source_digest)) == 1
         remedy = "bring all nodes to one commit, or let them share the folder"
-        findings.append(_alike("mrl on the nodes", is_same, f"the same: {next(iter(sources))}", _differing(sources), remedy))
+        findings.append(
+            _alike("mrl on the nodes", is_same, f"the same: {next(iter(sources))}", _differing(sources), remedy)
+        )
         packages = sorted({name for of in facts.values() for name in of.packages})
         versions = {"python": _groups(facts, lambda of: of.python)}
         versions |= {name: _groups(facts, lambda of, name=name: of.packages.get(name, "missing")) for name in packages}
         differing = [f"{name} {_differing(nodes)}" for name, nodes in versions.items() if len(nodes) > 1]
         remedy = "use one container or one virtual environment for all nodes"
-        findings.append(_alike("packages on the nodes", not differing, f"the same {len(packages)}", listed(differing), remedy))
+        findings.append(
+            _alike("packages on the nodes", not differing, f"the same {len(packages)}", listed(differing), remedy)
+        )
         gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
-        findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
+        findings.append(
+            _alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy)
+        )
     known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
-    off = [f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
+    off = [
+        f"{report.name} {ahead_s:+.1f} s"
+        for report, ahead_s in known
+        if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S
+    ]
     if off:
         remedy = "start NTP (chronyc tracking, timedatectl) on these nodes"
         findings.append(Finding("clocks", "problem", f"apart from this host's: {listed(off)}", remedy))
@@ -133,13 +161,20 @@ def _spell_gpus(facts: HostFacts) -> str:
         return "a driver that does not answer"
     gpus = facts.gpus.driver.gpus
     kinds = sorted({gpu.name for gpu in gpus})
-    return f"{len(gpus)} x {' and '.join(kinds)}, driver {facts.gpus.driver.version}, NCCL {facts.gpus.probe.nccl or 'unknown'}"
+    return (
+        f"{len(gpus)} x {' and '.join(kinds)}, driver {facts.gpus.driver.version}, NCCL "
+        f"{facts.gpus.probe.nccl or 'unknown'}"
+    )
 
 
 def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:
     name = "shared folder"
     blind = [report.name for report in reports if report.look and not report.look.sees.get(folder, False)]
-    unseen = [report.name for report in reports if report.name not in blind and report.seen and not report.seen.get(folder, False)]
+    unseen = [
+        report.name
+        for report in reports
+        if report.name not in blind and report.seen and not report.seen.get(folder, False)
+    ]
     if not blind and not unseen:
         return Finding(name, "ok", f"{folder}: every node sees the others' files")
     reasons = [f"{listed(blind)} cannot see this host's files there, or cannot write"] if blind else []

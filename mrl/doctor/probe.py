@@ -118,7 +118,9 @@ class Confinement:
     landlock_abi: int
     """0: none."""
     lack: str
-    """The forbidden thing that a test program could do, or why it was not confined; "" if the kernel refused everything."""
+    """The forbidden thing that a test program could do, or why it was not confined; "" if the kernel refused
+    everything.
+    """
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class HostFacts:
     torch_cuda: str | None
     """CUDA version that torch is built for; None: for CPUs, or no torch."""
     build_tags: Mapping[str, str]
-    """`cpu`, `cu130`, ... of the libraries that must be built for the same device as torch; "" if the version has none."""
+    """`cpu`, `cu130`, ... of the libraries that must be built for the same device as torch; "" if the version
+    has none.
+    """
     apex: Apex | None
     commit: str
     """Short git commit of mrl, with `+` if files differ from it; "" outside of a checkout."""
@@ -158,7 +162,11 @@ class HostFacts:
 def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_imports: bool = False) -> HostFacts:
     """Reads the facts of this host and the disks of `folders`, which are named by their use and need not exist yet."""
     gpus = read_gpus()
-    packages = {normalise(name): found.version for found in importlib.metadata.distributions() if (name := found.metadata["Name"])}
+    packages = {
+        normalise(name): found.version
+        for found in importlib.metadata.distributions()
+        if (name := found.metadata["Name"])
+    }
     with ThreadPoolExecutor() as pool:
         errors = pool.map(import_error, IMPORTED) if tries_imports else ()
         return HostFacts(
@@ -169,12 +177,16 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             torch_cuda=_assigned(find_module("torch"), "cuda"),
             build_tags={name: build_tag(name, packages[name]) for name in BESIDE_TORCH if name in packages},
             apex=find_apex(),
-            commit=_output("git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*").strip(),
+            commit=_output(
+                "git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"
+            ).strip(),
             source_digest=source_digest(PACKAGE.parent),
             gpus=gpus,
             capacity=read_capacity(),
             shared_memory=read_disk(Path("/dev/shm")),
-            disks={use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()},
+            disks={
+                use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()
+            },
             limits=read_limits(),
             network=Network(
                 # A resolver without an answer may take half a minute in this process.
@@ -213,7 +225,9 @@ def find_apex() -> Apex | None:
     if spec is None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    return Apex(str(folders[0] if folders else spec.origin), any((folder / "normalization").is_dir() for folder in folders))
+    return Apex(
+        str(folders[0] if folders else spec.origin), any((folder / "normalization").is_dir() for folder in folders)
+    )
 
 
 def build_tag(name: str, version: str) -> str:
@@ -238,7 +252,9 @@ def import_error(module: str) -> str:
         return f"not imported within {PROBE_TIMEOUT_S:g} s"
     if done.returncode == 0:
         return ""
-    return next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"ended with code {done.returncode}")
+    return next(
+        (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"ended with code {done.returncode}"
+    )
 
 
 def read_disk(folder: Path) -> Disk:
@@ -255,7 +271,9 @@ def read_limits() -> dict[str, Limit]:
     for path in (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max")):
         with suppress(OSError, ValueError):  # the file is missing, or says "max"
             most = int(path.read_text())
-            limits["nproc"] = Limit(*(most if limit < 0 else min(most, limit) for limit in (limits["nproc"].soft, limits["nproc"].hard)))
+            limits["nproc"] = Limit(
+                *(most if limit < 0 else min(most, limit) for limit in (limits["nproc"].soft, limits["nproc"].hard))
+            )
     return limits
 
 

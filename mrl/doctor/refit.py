@@ -45,8 +45,9 @@ logger = logging.getLogger(__name__)
 NUM_PROMPTS = 32
 # Long enough to show any difference; a config's own limit may be 49,152.
 MAX_NEW_TOKENS = 128
-# Limits of a token's error, and of the share of tokens beyond them: rounding alone may flip router choices, of far fewer tokens. GPUs
-# need true float32 products (`FULL_FLOAT32` of mrl.env): with TF32 96 to 97 % of the tests' logprobs are beyond the limits.
+# Limits of a token's error, and of the share of tokens beyond them: rounding alone may flip router choices, of far
+# fewer tokens. GPUs need true float32 products (`FULL_FLOAT32` of mrl.env): with TF32 96 to 97 % of the tests' logprobs
+# are beyond the limits.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
 MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
@@ -66,20 +67,32 @@ class Check:
 
 START = Check(
     "start",
-    "the conversion tables know every tensor of trainer and engines; the refit schedule writes every element of every engine once",
-    "a library names, shapes or cuts the tensors in the message otherwise than conversion/families/ says; correct the rule there. "
-    "If a process died instead, its log says why",
+    (
+        "the conversion tables know every tensor of trainer and engines; the refit schedule writes every element of "
+        "every engine once"
+    ),
+    "a library names, shapes or cuts the tensors in the message otherwise than conversion/families/ says; correct "
+    "the rule there. If a process died instead, its log says why",
 )
 ZERO = Check(
     "refit zero",
-    "a refit of unchanged weights leaves every byte of the engines as vLLM's own loader, which knows nothing of our tables, wrote it",
-    "this vLLM lays out the tensors in the message otherwise than vllm rules of conversion/families/ say; correct them. "
-    "Checksums cannot see this, so do not train",
+    (
+        "a refit of unchanged weights leaves every byte of the engines as vLLM's own loader, which knows nothing of "
+        "our tables, wrote it"
+    ),
+    "this vLLM lays out the tensors in the message otherwise than vllm rules of conversion/families/ say; correct "
+    "them. Checksums cannot see this, so do not train",
 )
 REFIT = Check(
     "refit",
-    "all weights were changed on the trainer, and each byte that the engines read has the trainer's checksum, or is padding and zero",
-    "bytes were lost between trainer and engine: the message names tensor, box and ranks. If it repeats, suspect mrl/refit or the memory",
+    (
+        "all weights were changed on the trainer, and each byte that the engines read has the trainer's checksum, or "
+        "is padding and zero"
+    ),
+    (
+        "bytes were lost between trainer and engine: the message names tensor, box and ranks. If it repeats, suspect "
+        "mrl/refit or the memory"
+    ),
 )
 CHANGED = Check(
     "new weights",
@@ -89,9 +102,10 @@ CHANGED = Check(
 LOGPROBS = Check(
     "logprobs",
     "trainer and engine compute the same model: tokens sampled by the engine have the same log-probability in both",
-    "the weights are equal, so the computations differ. In float32, if the line `start` says TF32, find out which library or env_vars "
-    "ask for it. Otherwise look for what the upgrade changed in kernels, norms, rotary embedding or routing; "
-    "tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which side has moved",
+    "the weights are equal, so the computations differ. In float32, if the line `start` says TF32, find out which "
+    "library or env_vars ask for it. Otherwise look for what the upgrade changed in kernels, norms, rotary "
+    "embedding or routing; tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which "
+    "side has moved",
 )
 
 
@@ -125,10 +139,15 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
             processes.enter_context(tasks_ended())
-            models, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
+            models, engines, refit = start_models(
+                config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder
+            )
             policies = models["policy"]
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
-            numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines, {describe_limits(config, local_gpu())}"
+            numbers = (
+                f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines, "
+                f"{describe_limits(config, local_gpu())}"
+            )
             if precision == "float32":
                 numbers += f"; products of float32: {float32_products(policies, config)}"
             outcomes.append(RefitOutcome(START, True, numbers))
@@ -170,7 +189,9 @@ def stage(outcomes: list[RefitOutcome], check: Check) -> Iterator[None]:
         raise Failed from error
 
 
-def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
+def changed_tensors(
+    before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]
+) -> str:
     """Counts tensors of the engines' workers; RuntimeError: some have the same checksum as before, and are named."""
     workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
     kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
@@ -180,7 +201,12 @@ def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: M
 
 
 def compare(
-    rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
+    rollouts: Sequence[Rollout],
+    logprobs: Sequence[np.ndarray],
+    precision: str,
+    bounds: Mapping[str, float],
+    *,
+    subject: str,
 ) -> RefitOutcome:
     """Compares the trainer's logprobs with the generator's over all tokens; `bounds` limits the error, by precision."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
@@ -192,7 +218,8 @@ def compare(
     # Written as the condition that must hold, so that NaN fails it.
     is_ok = mult_prob_error <= bounds[precision]
     numbers = (
-        f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
+        f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, "
+        f"token_mult_prob_error {mult_prob_error:.6f}"
     )
     if num_outside := int((~is_drawable_T).sum()):
         is_ok = is_ok and num_outside <= MAX_OFF_SHARE * len(error_T)
@@ -227,7 +254,12 @@ def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
     rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in outcomes]
     checks = list(dict.fromkeys(outcome.check for outcome in outcomes))
     failed = list(dict.fromkeys(outcome.check for outcome in outcomes if not outcome.is_ok))
-    lines = [*aligned(rows), "", "What each line proves when it is ok:", *(f"  {check.name}: {check.proves}." for check in checks)]
+    lines = [
+        *aligned(rows),
+        "",
+        "What each line proves when it is ok:",
+        *(f"  {check.name}: {check.proves}." for check in checks),
+    ]
     lines += [f"What to do about {check.name}: {check.if_it_fails}." for check in failed]
     return lines
 

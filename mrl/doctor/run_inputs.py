@@ -23,7 +23,9 @@ def check_inputs(config: RunConfig) -> list[Finding]:
     problems = find_problems(config)
     if refused := [problem for problem in problems if problem.kind == "refused"]:
         raise ConfigError(refused)
-    findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", str(problem)) for problem in problems]
+    findings = [
+        Finding("to be provided", "note" if is_downloaded(problem) else "problem", str(problem)) for problem in problems
+    ]
     folders = {Path(section.model_name): None for section in config.sections.values()}
     present = [folder for folder in folders if (folder / "config.json").is_file()]
     of_models = [finding for folder in present for finding in check_model(folder)]
@@ -68,10 +70,15 @@ def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
         demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)
         if demand.needed_bytes <= demand.free_bytes:
             text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
-            findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))
+            findings.append(
+                Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}")
+            )
     root, num_bytes = env.cache_root(), sum(path.stat().st_size for folder in folders for path in weight_files(folder))
     if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
-        text = f"{root}: {free / 1e9:,.1f} GB are free; the first run of these models writes them there, {num_bytes / 1e9:,.1f} GB"
+        text = (
+            f"{root}: {free / 1e9:,.1f} GB are free; the first run of these models writes them there, "
+            f"{num_bytes / 1e9:,.1f} GB"
+        )
         remedy = f"unless they are there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
         findings.append(Finding("disk for the cache", "note", text, remedy))
     return findings

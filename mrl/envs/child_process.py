@@ -39,11 +39,17 @@ class Child:
         self._scratch = Scratch()
         self._socket, child_socket = socket.socketpair()
         self._socket.setblocking(False)
-        # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
-        # An environment of our own: no secret of the parent reaches code that judges model output.
+        # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working
+        # directory is picked up. An environment of our own: no secret of the parent reaches code that judges model
+        # output.
         with child_socket:
             numbers = [str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
-            arguments = [environment.factory, json.dumps(dict(environment.options)), *numbers, ",".join(environment.allowances)]
+            arguments = [
+                environment.factory,
+                json.dumps(dict(environment.options)),
+                *numbers,
+                ",".join(environment.allowances),
+            ]
             variables = {
                 "PYTHONPATH": os.pathsep.join([str(Path(mrl.__file__).parents[1]), *environment.search_path]),
                 "PYTHONHASHSEED": "0",
@@ -105,7 +111,12 @@ class Child:
 
     def cpu_s(self) -> float:
         """CPU seconds of the child itself since its start. The kernel keeps a dead one's until `kill` waits for it."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{self._process.pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> int | None:
@@ -118,7 +129,9 @@ class Child:
         try:
             return self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            logger.warning("reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S)
+            logger.warning(
+                "reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S
+            )
             return None
         finally:
             self._scratch.remove()

@@ -69,11 +69,14 @@ def environment(config: EnvConfig) -> Environment:
     lack = probe()
     if lack and not section.allow_unconfined:
         raise RuntimeError(
-            f"the environment code does not start: {lack}. Use another host or container (python -m mrl.doctor says what holds), or set "
-            "env.code.allow_unconfined=true, with which programs of the model may read and change what this user may"
+            f"the environment code does not start: {lack}. Use another host or container (python -m mrl.doctor "
+            "says what holds), or set env.code.allow_unconfined=true, with which programs of the model may read "
+            "and change what this user may"
         )
     if lack:
-        logger.warning("env.code.allow_unconfined=true: programs of the model may read and change what this user may: %s", lack)
+        logger.warning(
+            "env.code.allow_unconfined=true: programs of the model may read and change what this user may: %s", lack
+        )
     options = {"test_timeout_s": section.unit_test_timeout_s, "timeout_s": section.timeout_s, "may_escape": bool(lack)}
     return Environment(
         "mrl.envs.code:make",
@@ -93,8 +96,8 @@ def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
 def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bool = False) -> Outcome:
     """1 if the program passes every test, else 0; the first failed test ends it. `extracted` says what happened.
 
-    The row has the tests under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has failed, as in a
-    contest. A RuntimeError says that the program cannot be confined, and may not escape.
+    The row has the tests under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has
+    failed, as in a contest. A RuntimeError says that the program cannot be confined, and may not escape.
     """
     # Unlike `task.fields`: programs get the tests as they are.
     fields: dict[str, object] = json.loads(task.row)
@@ -103,7 +106,9 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     inputs: list[object] = field_of(tests, "inputs", list)
     outputs: list[object] = field_of(tests, "outputs", list)
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
-        raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
+        raise RowFault(
+            f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}"
+        )
     function = str(tests.get("fn_name") or "")
     program = last_code_block(task.reply)
     if program is None or not program.strip():
@@ -127,21 +132,27 @@ def last_code_block(text: str) -> str | None:
     return None if len(fences) < 2 else "".join(f"{line}\n" for line in lines[fences[-2] + 1 : fences[-1]])
 
 
-def run_test(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
+def run_test(
+    program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False
+) -> str | None:
     """Reason why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
 
     `given` is stdin, or one JSON value per line, the arguments; `expected` is stdout, or the returned value as JSON.
     """
     sys.set_int_max_str_digits(sandbox.MAX_DIGITS)
     try:
-        stdin_text = given if not function else json.dumps([json.loads(line) for line in given.splitlines() if line.strip()])
+        stdin_text = (
+            given if not function else json.dumps([json.loads(line) for line in given.splitlines() if line.strip()])
+        )
         right = json.loads(expected) if function else None
     except (ValueError, RecursionError) as error:
         raise RowFault(f"a test of {function} is not JSON: {error}") from error
     started = time.monotonic()
     for _ in range(MAX_TRIES):
         try:
-            reason, is_starved = _try_test(program, stdin_text, expected, right, function, seconds, may_escape=may_escape)
+            reason, is_starved = _try_test(
+                program, stdin_text, expected, right, function, seconds, may_escape=may_escape
+            )
             if not is_starved:
                 return reason
         except OSError as error:
@@ -154,7 +165,10 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
             time.sleep(LOOK_S)
     raise OSError(
         errno.ENOSPC,
-        f"programs fail because {tempfile.gettempdir()} is full, or the limit of processes is reached; free it, raise it, or set TMPDIR",
+        (
+            f"programs fail because {tempfile.gettempdir()} is full, or the limit of processes is reached; free it, "
+            "raise it, or set TMPDIR"
+        ),
     )
 
 
@@ -166,15 +180,17 @@ def _try_test(
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(stdin_text, encoding="utf-8")
-        # Output goes to files, whose size the kernel limits; a pipe would fill this process's memory. They are read through these
-        # descriptors: a program may put a link, a FIFO or a folder in the place of a name.
+        # Output goes to files, whose size the kernel limits; a pipe would fill this process's memory. They are read
+        # through these descriptors: a program may put a link, a FIFO or a folder in the place of a name.
         with (
             (folder / "stdin").open() as stdin,
             (folder / "stdout").open("w+b") as stdout,
             (folder / "stderr").open("w+b") as stderr,
             (folder / "result.json").open("w+b") as result,
         ):
-            reason, is_starved = _run(folder, function, seconds, share, (stdin, stdout, stderr, result), may_escape=may_escape)
+            reason, is_starved = _run(
+                folder, function, seconds, share, (stdin, stdout, stderr, result), may_escape=may_escape
+            )
             if reason is not None:
                 return reason, is_starved
             file, most = result if function else stdout, 4 * len(expected) + SPARE_OUTPUT_BYTES
@@ -200,13 +216,26 @@ def _compare(data: bytes, most: int, expected: str, right: object, function: str
 
 
 def _run(
-    folder: Path, function: str, seconds: float, share: spawn.Share, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool
+    folder: Path,
+    function: str,
+    seconds: float,
+    share: spawn.Share,
+    files: Sequence[IO[str] | IO[bytes]],
+    *,
+    may_escape: bool,
 ) -> tuple[str | None, bool]:
     """Runs the program in `folder`; returns why it failed (None: exit code 0), and whether the host was full."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     limits = [str(seconds), str(share.num_bytes), str(share.num_tasks)]
-    arguments = [str(folder / "program.py"), function, *limits, str(result.fileno()), str(starting), str(int(may_escape))]
+    arguments = [
+        str(folder / "program.py"),
+        function,
+        *limits,
+        str(result.fileno()),
+        str(starting),
+        str(int(may_escape)),
+    ]
     with os.fdopen(started, "rb") as has_started:
         try:
             process = spawn.start(
@@ -232,7 +261,9 @@ def _run(
             return reason, is_starved
         last_words = ""
         with suppress(OSError):
-            tail = os.pread(stderr.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(stderr.fileno()).st_size - STDERR_TAIL_BYTES))
+            tail = os.pread(
+                stderr.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(stderr.fileno()).st_size - STDERR_TAIL_BYTES)
+            )
             last_words = tail.decode(errors="replace").strip().rpartition("\n")[2]
         if not has_started.read(1):
             raise RuntimeError(f"the program cannot be confined: {last_words}")
@@ -243,7 +274,9 @@ def _run(
     return f"exit code {process.returncode}{f', {name}' if is_known else ''}", is_starved
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float, share: spawn.Share) -> tuple[str | None, bool]:
+def _watch(
+    process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float, share: spawn.Share
+) -> tuple[str | None, bool]:
     """Waits for the program; returns why it must be killed (None: it ended), and whether the host was full."""
     is_starved = False
     while (left := end - time.monotonic()) > 0:
@@ -284,7 +317,11 @@ def excess(folder: Path, max_bytes: int, pid: int | None = None) -> str | None:
                 with suppress(FileNotFoundError):
                     found = os.stat(descriptor.path)
                     num_bytes += found.st_blocks * 512 if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) else 0
-    return f"more than {MAX_FILES} files or {max_bytes >> 20} MiB" if num_files > MAX_FILES or num_bytes > max_bytes else None
+    return (
+        f"more than {MAX_FILES} files or {max_bytes >> 20} MiB"
+        if num_files > MAX_FILES or num_bytes > max_bytes
+        else None
+    )
 
 
 def probe() -> str:
@@ -309,7 +346,9 @@ def python_files() -> tuple[str, ...]:
 def same_output(printed: str, expected: str) -> bool:
     """True if two outputs have equal lines, apart from outer white space; their numbers compare as by `same_value`."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
-    return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
@@ -319,7 +358,8 @@ def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 def same_value(ours: object, right: object) -> bool:
     """Equality, of lists and objects by part. Decimals may vary by numpy's tolerance, as in NeMo Gym; integers may not.
 
-    Either number may be given as text. A whole number counts as a decimal where neither side writes it as an integer: 1e20.
+    Either number may be given as text. A whole number counts as a decimal where neither side writes it as an integer:
+    1e20.
     """
     if isinstance(ours, list) and isinstance(right, list):
         return len(ours) == len(right) and all(map(same_value, ours, right))

@@ -3,8 +3,9 @@
 
 Both may use the system calls of a list, and no others.
 
-Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
-It imports nothing of mrl: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
+Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on
+every host. It imports nothing of mrl: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per
+test.
 """
 
 from __future__ import annotations
@@ -17,36 +18,43 @@ from functools import cache, partial
 from typing import Literal
 
 Allowance = Literal["network", "processes", "files"]
-"""A right of a reward worker beyond computing and reading: open sockets, start processes, write outside its scratch folder."""
+"""A right of a reward worker beyond computing and reading: open sockets, start processes, write outside its scratch
+folder.
+"""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Numbers of linux/audit.h by machine, in the order of the columns of the tables below."""
 MACHINE = os.uname().machine
 
 PROGRAM_CALLS = """
-read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, close_range 436 436, stat 4 -,
-lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -,
-readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166, dup 32 23, dup2 33 -,
-dup3 292 24, ftruncate 77 46, fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73,
-select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, brk 12 214,
-mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, exit 60 93, exit_group 231 94, futex 202 98,
-set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, rseq 334 293, gettid 186 178, sched_yield 24 124,
-sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146 125,
-sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -, restart_syscall 219 128, rt_sigaction 13 134, rt_sigprocmask 14 135,
-rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -,
-setitimer 38 103, getitimer 36 102, time 201 -, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
-nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173, getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174,
-geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpriority 140 141,
-unlink 87 -, unlinkat 263 35, rmdir 84 -, mkdir 83 -, mkdirat 258 34, rename 82 -, renameat 264 38, renameat2 316 276, fsync 74 82,
-fdatasync 75 83, msync 26 227, flock 73 32, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210,
-getsockopt 55 209, getsockname 51 204, getpeername 52 205, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160,
-sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
+read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57,
+close_range 436 436, stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48,
+faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49,
+fchdir 81 50, umask 95 166, dup 32 23, dup2 33 -, dup3 292 24, ftruncate 77 46, fadvise64 221 223, sendfile 40 71,
+copy_file_range 326 285, pipe 22 -, pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72,
+epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19, brk 12 214, mmap 9 222,
+munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, exit 60 93, exit_group 231 94, futex 202 98,
+set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, rseq 334 293, gettid 186 178,
+sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120,
+sched_get_priority_max 146 125, sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -,
+restart_syscall 219 128, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
+rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -, setitimer 38 103,
+getitimer 36 102, time 201 -, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173, getpgrp 111 -, getpgid 121 155, getsid 124 156,
+getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150,
+getgroups 115 158, getpriority 140 141, unlink 87 -, unlinkat 263 35, rmdir 84 -, mkdir 83 -, mkdirat 258 34,
+rename 82 -, renameat 264 38, renameat2 316 276, fsync 74 82, fdatasync 75 83, msync 26 227, flock 73 32, sendto 44 206,
+recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210, getsockopt 55 209, getsockname 51 204,
+getpeername 52 205, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179,
+getrandom 318 278, wait4 61 260, waitid 247 95
 """
-"""System calls that a program may use besides `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture lacks it."""
+"""System calls that a program may use besides `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture
+lacks it.
+"""
 
 CHECKED_CALLS = """
-open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131,
-socketpair 53 199, setpriority 141 140
+open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129,
+tgkill 234 131, socketpair 53 199, setpriority 141 140
 """
 """Calls that are allowed by their arguments; see `_checks`."""
 
@@ -55,22 +63,27 @@ mincore 27 232, mlock 149 228, munlock 150 229, mlock2 325 284, mlockall 151 230
 get_mempolicy 239 236, set_mempolicy 238 237, pkey_alloc 330 289, pkey_free 331 290, pkey_mprotect 329 288,
 memfd_create 319 279, membarrier 324 283, preadv 295 69, pwritev 296 70, preadv2 327 286, pwritev2 328 287,
 statfs 137 43, fstatfs 138 44, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, flistxattr 196 13, listxattr 194 11,
-llistxattr 195 12, readahead 187 213, fallocate 285 47, sync_file_range 277 84, splice 275 76, tee 276 77, vmsplice 278 75,
-creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, mknod 133 -, mknodat 259 33, signalfd 282 -,
-signalfd4 289 74, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87, timer_create 222 107,
-timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, epoll_create 213 -,
-epoll_pwait2 441 441, eventfd 284 -, futex_waitv 449 449, sched_getattr 315 275, sched_rr_get_interval 148 127,
-ioprio_get 252 31, accept 43 202, accept4 288 242, setsockopt 54 208, sendmmsg 307 269, recvmmsg 299 243, io_setup 206 0,
-io_submit 209 2, io_getevents 208 4, io_pgetevents 333 292, io_cancel 210 3, io_destroy 207 1, capget 125 90
+llistxattr 195 12, readahead 187 213, fallocate 285 47, sync_file_range 277 84, splice 275 76, tee 276 77,
+vmsplice 278 75, creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, mknod 133 -, mknodat 259 33,
+signalfd 282 -, signalfd4 289 74, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87,
+timer_create 222 107, timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111,
+epoll_create 213 -, epoll_pwait2 441 441, eventfd 284 -, futex_waitv 449 449, sched_getattr 315 275,
+sched_rr_get_interval 148 127, ioprio_get 252 31, accept 43 202, accept4 288 242, setsockopt 54 208, sendmmsg 307 269,
+recvmmsg 299 243, io_setup 206 0, io_submit 209 2, io_getevents 208 4, io_pgetevents 333 292, io_cancel 210 3,
+io_destroy 207 1, capget 125 90
 """
-"""Calls that every reward worker may use besides those of programs: memory, time and files of its own, as far as Landlock lets it."""
+"""Calls that every reward worker may use besides those of programs: memory, time and files of its own, as far as
+Landlock lets it.
+"""
 
 MODE_CALLS = """
-chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -,
-futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15,
-fremovexattr 199 16, flock 73 32
+chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -,
+utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14,
+lremovexattr 198 15, fremovexattr 199 16, flock 73 32
 """
-"""Changes of files that Landlock does not see: of a worker with `files`, or with `processes`, as compilers make programs of files."""
+"""Changes of files that Landlock does not see: of a worker with `files`, or with `processes`, as compilers make
+programs of files.
+"""
 
 FILE_CALLS = """
 inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, inotify_rm_watch 255 28, name_to_handle_at 303 264,
@@ -84,13 +97,13 @@ open 2 -, openat 257 56, openat2 437 437, truncate 76 45
 """Calls by which a file may be truncated, which Landlock sees from its third version on."""
 
 PROCESS_CALLS = """
-fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-pidfd_send_signal 424 424, pidfd_open 434 434, setpgid 109 154, setsid 112 157, sched_setattr 314 274,
-sched_setparam 142 118, sched_setscheduler 144 119, ioprio_set 251 30, personality 135 92, setuid 105 146, setgid 106 144,
-setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149, setgroups 116 159, setfsuid 122 151,
-setfsgid 123 152, kill 62 129, tgkill 234 131, prlimit64 302 261, setpriority 141 140, prctl 157 167,
-sched_setaffinity 203 122, seccomp 317 277, capset 126 91, landlock_create_ruleset 444 444, landlock_add_rule 445 445,
-landlock_restrict_self 446 446
+fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138,
+rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424, pidfd_open 434 434, setpgid 109 154, setsid 112 157,
+sched_setattr 314 274, sched_setparam 142 118, sched_setscheduler 144 119, ioprio_set 251 30, personality 135 92,
+setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149,
+setgroups 116 159, setfsuid 122 151, setfsgid 123 152, kill 62 129, tgkill 234 131, prlimit64 302 261,
+setpriority 141 140, prctl 157 167, sched_setaffinity 203 122, seccomp 317 277, capset 126 91,
+landlock_create_ruleset 444 444, landlock_add_rule 445 445, landlock_restrict_self 446 446
 """
 """Calls that a worker with `processes` may use besides; the last ones only take rights away."""
 
@@ -156,7 +169,13 @@ WRITE_FILE, READ_FILE, READ_DIR, MAKE_REG, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 13
 FILE_RIGHTS = 1 | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}
-CREATE, ADD, RESTRICT, RULE_PATH, VERSION = "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", 1, 1
+CREATE, ADD, RESTRICT, RULE_PATH, VERSION = (
+    "landlock_create_ruleset",
+    "landlock_add_rule",
+    "landlock_restrict_self",
+    1,
+    1,
+)
 TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 
 Choice = tuple[int, tuple[int, ...]]
@@ -175,7 +194,8 @@ def confine_program(readable: Iterable[str], folder: str) -> None:
     """Restricts this process for good to its memory, threads, `readable` files, regular files and folders in `folder`.
 
     Raises:
-        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
+        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies
+            all the same.
     """
     read_only = READ_FILE | READ_DIR
     own = read_only | WRITE_FILE | TRUNCATE | MAKE_REG | MAKE_DIR | REMOVE_FILE | REMOVE_DIR | REFER
@@ -194,8 +214,8 @@ def program_actions() -> dict[str, Action]:
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
     """Forbids all threads of this process for good what neither graders need nor `allowances` names.
 
-    Without allowances it computes, reads, keeps time, and writes in `folder`. Threads that run already keep their file rights: Landlock
-    cannot take them.
+    Without allowances it computes, reads, keeps time, and writes in `folder`. Threads that run already keep their file
+    rights: Landlock cannot take them.
     """
     allowed = set(allowances)
     rights = 0 if "files" in allowed else _all_rights() & ~(1 | READ_FILE | READ_DIR | 1 << 15)
@@ -255,7 +275,8 @@ def filter_program(actions: Mapping[str, Action], default: int) -> bytes:
             for index, choices, refusal in action:
                 length = sum(2 + len(values) for _, values in choices)
                 for mask, values in choices:
-                    # The low half of the argument: all of these are of type int. An allowed value jumps over the refusal.
+                    # The low half of the argument: all of these are of type int. An allowed value jumps over the
+                    # refusal.
                     body += [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
                     length -= 2
                     for value in values:
@@ -276,7 +297,13 @@ def install(code: bytes) -> None:
 
 
 def _apply(
-    rights: int, grants: Mapping[str, int], actions: Mapping[str, Action], *, default: int, privileges: int, has_network: bool = False
+    rights: int,
+    grants: Mapping[str, int],
+    actions: Mapping[str, Action],
+    *,
+    default: int,
+    privileges: int,
+    has_network: bool = False,
 ) -> None:
     code, lacks = filter_program(actions, default), []
     restrict_files = partial(_restrict_files, rights, grants, has_network=has_network)
@@ -309,8 +336,8 @@ def _restrict_files(rights: int, grants: Mapping[str, int], *, has_network: bool
         os.close(fd)
     if not done or _call(RESTRICT, ruleset, 0) != 0:
         raise Unconfined(
-            f"Landlock: {os.strerror(ctypes.get_errno())}; needs Linux 5.13 with CONFIG_SECURITY_LANDLOCK, landlock among lsm=, "
-            "and a container that does not filter its system calls"
+            f"Landlock: {os.strerror(ctypes.get_errno())}; needs Linux 5.13 with CONFIG_SECURITY_LANDLOCK, "
+            "landlock among lsm=, and a container that does not filter its system calls"
         )
     os.close(ruleset)
 
@@ -331,8 +358,8 @@ def _all_rights() -> int:
 
 
 def _checks() -> dict[str, Action]:
-    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, few controls of files, and pairs of
-    streams.
+    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, few controls of
+    files, and pairs of streams.
     """
     # Truncating what is opened for reading needs no right of Landlock's older versions.
     flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE

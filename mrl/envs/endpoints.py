@@ -32,7 +32,9 @@ def read_endpoints(file: str | Path | None = None) -> Endpoints:
     """The endpoints of a run, from its `endpoints.json`; a reward function of the run need not name the file."""
     found = file or env.MRL_ENDPOINTS.read()
     if found is None:
-        raise ValueError("no endpoints: set policy.generation.vllm_cfg.expose_http_server=true, or name the run's endpoints.json")
+        raise ValueError(
+            "no endpoints: set policy.generation.vllm_cfg.expose_http_server=true, or name the run's endpoints.json"
+        )
     try:
         return Endpoints(**json.loads(Path(found).read_text(encoding="utf-8")))
     except OSError as error:

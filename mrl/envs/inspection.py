@@ -67,7 +67,9 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
     gym = config.env.nemo_gym
     tags = (gym.thinking_tags if config.env.should_use_nemo_gym else None) or THINK_TAGS
     patterns = (gym.invalid_tool_call_patterns if config.env.should_use_nemo_gym else None) or ()
-    open_tag, close_tag = (tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, tags, strict=True))
+    open_tag, close_tag = (
+        tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, tags, strict=True)
+    )
     texts = tuple(text for text in special_texts if text not in (open_tag, close_tag))
     parser = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser
     parser = parser if parser in TOOL_PARSERS else DEFAULT_TOOL_PARSER
@@ -115,7 +117,10 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
         "unwanted_token": asked.penalize_unwanted_tokens and is_unwanted,
         "malformed_think_tag": asked.penalize_malformed_think_tag and is_malformed,
     }
-    return Remarks(tuple(name for name, is_so in found.items() if is_so), tuple(flaw for kind in rules.flaws for flaw in flaws[kind]))
+    return Remarks(
+        tuple(name for name, is_so in found.items() if is_so),
+        tuple(flaw for kind in rules.flaws for flaw in flaws[kind]),
+    )
 
 
 def _has_broken_call(answer: str, rules: Rules) -> bool:

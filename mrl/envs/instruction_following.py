@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifiable instructions of IFEval (arXiv:2311.07911) and of NeMo Gym's additions to it, by checks of our own.
 
-Verdicts are those of Gym's resource server, whose package is `verifiable_instructions`; keywords are regular expressions, as there.
-Runs in `mrl.envs.child`.
+Verdicts are those of Gym's resource server, whose package is `verifiable_instructions`; keywords are regular
+expressions, as there. Runs in `mrl.envs.child`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def make() -> Score:
 def score(task: Task) -> Outcome:
     """1 if the text follows every instruction of `instruction_id_list`, with  `kwargs` at the same place, else 0.
 
-    With `grading_mode` fraction, the share of the instructions that it follows. Each field may stand in `verifier_metadata`, too, which
-    wins. A RowFault names instructions that nobody knows: no text can be judged by such a row.
+    With `grading_mode` fraction, the share of the instructions that it follows. Each field may stand in
+    `verifier_metadata`, too, which wins. A RowFault names instructions that nobody knows: no text can be judged by such
+    a row.
     """
     fields, metadata = task.fields, task.fields.get("verifier_metadata")
     fields |= metadata if isinstance(metadata, dict) else {}
@@ -47,7 +48,9 @@ def score(task: Task) -> Outcome:
     given: list[object] = field_of({"kwargs": [None] * len(names), **fields}, "kwargs", list)
     mode = fields.get("grading_mode") or "binary"
     if not names or len(given) != len(names):
-        raise RowFault(f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one")
+        raise RowFault(
+            f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one"
+        )
     if unknown := [name for name in names if name not in CHECKS]:
         raise RowFault(f"no instruction {', '.join(map(str, unknown))} is known (mrl/envs/instruction_following.py)")
     if mode not in ("binary", "fraction"):
@@ -55,7 +58,9 @@ def score(task: Task) -> Outcome:
     broken = []
     for name, arguments in zip(map(str, names), given, strict=True):
         # Rows are padded with nulls for the arguments of other instructions.
-        known = {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
+        known = (
+            {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
+        )
         try:
             is_followed = CHECKS[name](task.reply, known)
         except (KeyError, TypeError, re.error) as error:
@@ -150,7 +155,9 @@ def _highlights(text: str, arguments: Arguments) -> bool:
 
 
 def _sections(text: str, arguments: Arguments) -> bool:
-    return len(re.findall(rf"\s?{_str(arguments, 'section_spliter')}\s?\d+\s?", text)) >= _int(arguments, "num_sections")
+    return len(re.findall(rf"\s?{_str(arguments, 'section_spliter')}\s?\d+\s?", text)) >= _int(
+        arguments, "num_sections"
+    )
 
 
 def _is_json(text: str, arguments: Arguments) -> bool:
@@ -213,7 +220,10 @@ def _repeat_phrase(text: str, arguments: Arguments) -> bool:
 
 
 def _hyphens(text: str, arguments: Arguments) -> bool:
-    return all(part == sentence for part, sentence in zip(text.split("-"), ruled_sentences(text.replace("-", " ")), strict=False))
+    return all(
+        part == sentence
+        for part, sentence in zip(text.split("-"), ruled_sentences(text.replace("-", " ")), strict=False)
+    )
 
 
 def _no_neighbours(text: str, arguments: Arguments) -> bool:
@@ -233,13 +243,16 @@ def _is_last_word(words: list[str], arguments: Arguments) -> bool:
 
 def _bigrams(text: str, arguments: Arguments) -> bool:
     words = text.split()
-    return all(one.startswith("<<") and other.endswith(">>") for one, other in zip(words[::2], words[1::2], strict=False))
+    return all(
+        one.startswith("<<") and other.endswith(">>") for one, other in zip(words[::2], words[1::2], strict=False)
+    )
 
 
 def _composition(text: str, arguments: Arguments) -> bool:
     parts, count = re.split(r"\s?\*\*\*\s?", text), _int(arguments, "n_words")
     return len(parts) == 3 and all(
-        len(found := ruled_sentences(part)) == _int(arguments, "n_sent") and all(len(tokens(sentence)) == count for sentence in found)
+        len(found := ruled_sentences(part)) == _int(arguments, "n_sent")
+        and all(len(tokens(sentence)) == count for sentence in found)
         for part in parts
     )
 
@@ -276,7 +289,9 @@ def _frequency(text: str, arguments: Arguments) -> bool:
 CHECKS: Mapping[str, Check] = {
     "keywords:existence": lambda text, a: all(_occurrences(text, word) for word in _texts(a, "keywords")),
     "keywords:frequency": _frequency,
-    "keywords:forbidden_words": lambda text, a: not any(_occurrences(text, rf"\b{word}\b") for word in _texts(a, "forbidden_words")),
+    "keywords:forbidden_words": lambda text, a: (
+        not any(_occurrences(text, rf"\b{word}\b") for word in _texts(a, "forbidden_words"))
+    ),
     "keywords:letter_frequency": _letters,
     "keywords:no_adjacent_consecutive": _no_neighbours,
     "keywords:word_once": lambda text, a: _keyword(text, a) == 1,
@@ -285,21 +300,31 @@ CHECKS: Mapping[str, Check] = {
     "keywords:palindrome": lambda text, a: any(word == word[::-1] for word in text.split()),
     "keywords:keyword_specific_position": _at_place,
     "keywords:start_end": _same_ends,
-    "language:response_language": lambda text, a: detect(text) == _str(a, "language") or not any(map(str.isalpha, text)),
-    "length_constraints:number_sentences": lambda text, a: _compare(len(sentences(text)), a, "num_sentences", "relation"),
+    "language:response_language": lambda text, a: (
+        detect(text) == _str(a, "language") or not any(map(str.isalpha, text))
+    ),
+    "length_constraints:number_sentences": lambda text, a: _compare(
+        len(sentences(text)), a, "num_sentences", "relation"
+    ),
     "length_constraints:number_paragraphs": lambda text, a: _number_paragraphs(text, _int(a, "num_paragraphs")),
-    "length_constraints:number_words": lambda text, a: _compare(len(re.findall(r"\w+", text)), a, "num_words", "relation"),
+    "length_constraints:number_words": lambda text, a: _compare(
+        len(re.findall(r"\w+", text)), a, "num_words", "relation"
+    ),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
     "detectable_content:number_placeholders": _placeholders,
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": lambda text, a: any(f"My answer is {word}." in text for word in ("yes", "no", "maybe")),
+    "detectable_format:constrained_response": lambda text, a: any(
+        f"My answer is {word}." in text for word in ("yes", "no", "maybe")
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _title,
     "detectable_format:sentence_hyphens": _hyphens,
-    "detectable_format:square_brackets": lambda text, a: all(word[0] == "[" and word[-1] == "]" for word in text.split()),
+    "detectable_format:square_brackets": lambda text, a: all(
+        word[0] == "[" and word[-1] == "]" for word in text.split()
+    ),
     "detectable_format:bigram_wrapping": _bigrams,
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, a: text.strip().lower().startswith(_str(a, "prompt_to_repeat").lower()),
@@ -322,12 +347,16 @@ CHECKS: Mapping[str, Check] = {
     "paragraphs:paragraphs2": lambda text, a: _number_paragraphs(text, 2, r"\n\n"),
     "first_word:first_word_sent": _first_words,
     "first_word:first_word_answer": _first_word,
-    "last_word:last_word_sent": lambda text, a: all(_is_last_word(sentence.split(), a) for sentence in ruled_sentences(text)),
+    "last_word:last_word_sent": lambda text, a: all(
+        _is_last_word(sentence.split(), a) for sentence in ruled_sentences(text)
+    ),
     "last_word:last_word_answer": lambda text, a: _is_last_word(text.split(), a),
     "count:lowercase_counting": lambda text, a: len(re.findall(r"\b[a-z]+\b", text)) <= _int(a, "N"),
     "count:counting_composition": _composition,
     "count:count_unique": _all_unique,
-    "count:count_increment_word": lambda text, a: (_keyword(text, a, "keyword1"), _keyword(text, a, "keyword2")) == (1, 2),
+    "count:count_increment_word": lambda text, a: (
+        (_keyword(text, a, "keyword1"), _keyword(text, a, "keyword2")) == (1, 2)
+    ),
     "letters:letter_counting": lambda text, a: _compare(len(re.findall("[a-zA-Z]", text)), a, "N", "relation"),
     "letters:letter_counting2": _letters,
 }

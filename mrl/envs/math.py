@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 DAPO_TAIL_CHARACTERS = 300
 ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*+([^\n]+)")
 UNITS = (
-    "square units degrees integers ways dollars cents points hours minutes inches feet meters km cm gm mph digits edges students meals "
-    "multiples"
+    "square units degrees integers ways dollars cents points hours minutes inches feet meters km cm gm mph digits "
+    "edges students meals multiples"
 ).split()
 
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `math`."""
-    return built_in("math", config.math, "expected_answer", impl=config.math.math_verify_impl, is_strict=config.math.strict)
+    return built_in(
+        "math", config.math, "expected_answer", impl=config.math.math_verify_impl, is_strict=config.math.strict
+    )
 
 
 def make(impl: str, is_strict: bool) -> Score:
@@ -40,8 +42,9 @@ def seen(task: Task) -> str:
 
 
 def score_dapo(text: str, expected: str) -> tuple[float, str]:
-    """`(1.0 or 0.0, what was taken for the answer)` by DAPO's rule (arXiv:2503.14476): the line behind the last `Answer:` of the last 300
-    characters, equal to the expected answer as text once units, dollars, white space and spellings of LaTeX are evened out.
+    """`(1.0 or 0.0, what was taken for the answer)` by DAPO's rule (arXiv:2503.14476): the line behind the last
+    `Answer:` of the last 300 characters, equal to the expected answer as text once units, dollars, white space and
+    spellings of LaTeX are evened out.
     """
     lines = ANSWER_LINE.findall(text[-DAPO_TAIL_CHARACTERS:])
     if not lines:

@@ -17,8 +17,8 @@ MAX_FACTORIAL = 10_000
 def differ(one: object, other: object) -> bool:
     """True if two expressions are proven to differ; False if they are equal, or hold anything but what is listed.
 
-    Rational numbers, symbols, sums, products, whole powers and factorials are computed modulo large primes, with a fixed
-    number for each symbol: different remainders prove a difference. A set or tuple differs if a part does.
+    Rational numbers, symbols, sums, products, whole powers and factorials are computed modulo large primes, with a
+    fixed number for each symbol: different remainders prove a difference. A set or tuple differs if a part does.
     """
     return any(_differ(one, other, prime) for prime in PRIMES)
 

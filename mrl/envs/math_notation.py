@@ -21,7 +21,13 @@ _REWRITTEN = tuple(
         (r"(?<![A-Za-z\\])([A-Za-z]) (?=[A-Za-z](?![A-Za-z]))", r"\1"),
         (r"\\[lr]brace(?![A-Za-z])", lambda match: "\\{" if "l" in match[0][:2] else "\\}"),
         (r"\\(?:langle|rangle)(?![A-Za-z])", lambda match: "(" if "l" in match[0][:2] else ")"),
-        (r"\\varnothing(?![A-Za-z])|\\\{\s*+\\\}|\\text\{\s*+no (?:real )?solutions?\s*+\}|\bno (?:real )?solutions?\b", r"\\emptyset "),
+        (
+            (
+                r"\\varnothing(?![A-Za-z])|\\\{\s*+\\\}|\\text\{\s*+no (?:real )?solutions?\s*+\}|\bno (?:real "
+                r")?solutions?\b"
+            ),
+            r"\\emptyset ",
+        ),
         (r"\\text\{\s*+all real numbers\s*+\}|\ball real numbers\b", r"\\mathbb{R}"),
         (r"\\bigcup(?![A-Za-z])", r"\\cup "),
         (r"\\leqslant(?![A-Za-z])", r"\\le "),
@@ -69,7 +75,12 @@ def _solved(value: Any) -> Set:
         raise ValueError("no inequality")
     value = value if isinstance(value.lhs, Symbol) else value.reversed
     bound = value.rhs
-    if not isinstance(value.lhs, Symbol) or not isinstance(bound, Basic) or not bound.is_number or bound.is_extended_real is not True:
+    if (
+        not isinstance(value.lhs, Symbol)
+        or not isinstance(bound, Basic)
+        or not bound.is_number
+        or bound.is_extended_real is not True
+    ):
         raise ValueError("no inequality of a name and a number")
     match value:
         case Unequality():

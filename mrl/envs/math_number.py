@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads plain numbers: integers, decimals, fractions, roots and multiples of pi, with units and words around them.
 
-Numbers are exact. A text that leaves something to compute (`12+30`), or says several numbers or none, is no plain number.
-Fractions and roots are read from math-verify's parse of texts that hold nothing else.
+Numbers are exact. A text that leaves something to compute (`12+30`), or says several numbers or none, is no plain
+number. Fractions and roots are read from math-verify's parse of texts that hold nothing else.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ UNITS = {
     for unit, *starts in (
         names.split()
         for names in (
-            "mm millim,cm centim,km kilom,m meter metre,in inch,ft feet foot,yd yard,mi mile,mi/h mph,km/h kmh kph,mg,kg kilog,g gram,"
-            "lb pound,oz ounce,ml mL millil,L l liter litre,s sec,min,h hr hrs hour,day,week,month,year,cent,dollar usd USD,euro EUR,"
-            "rad radian,degree °,F fahren,C celsius"
+            "mm millim,cm centim,km kilom,m meter metre,in inch,ft feet foot,yd yard,mi mile,mi/h mph,km/h kmh "
+            "kph,mg,kg kilog,g gram,lb pound,oz ounce,ml mL millil,L l liter litre,s sec,min,h hr hrs "
+            "hour,day,week,month,year,cent,dollar usd USD,euro EUR,rad radian,degree °,F fahren,C celsius"
         ).split(",")
     )
     for start in (unit, *starts)
 }
 LEADING = frozenset(
-    "a about all an answer approximately around equals eur euros exactly final given has have hence is it just of only roughly rs so sum "
-    "the then therefore there are thus total usd value year".split()
+    "a about all an answer approximately around equals eur euros exactly final given has have hence is it just of "
+    "only roughly rs so sum the then therefore there are thus total usd value year".split()
 )
 """Words before a number that change nothing."""
 COMPUTING = re.compile(
@@ -86,10 +86,14 @@ _SPELLINGS = (
 )
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s:,]+[^\W\d_]+)*+:?")
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_DECIMAL = re.compile(rf"([-+]?)\s*+({_NUMBER})(?:\s*+(?:\\cdot|\*|x)\s*+10\s*+\^\s*+\{{?\s*+([-+]?\d+)\s*+\}}?|[eE]([-+]?\d+))?")
+_DECIMAL = re.compile(
+    rf"([-+]?)\s*+({_NUMBER})(?:\s*+(?:\\cdot|\*|x)\s*+10\s*+\^\s*+\{{?\s*+([-+]?\d+)\s*+\}}?|[eE]([-+]?\d+))?"
+)
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\s*+\{?(\d+)\}?")
 _MIXED = re.compile(r"([-+]?)\s*+(\d+)\s*+(?:\\frac\{(\d+)\}\{(\d+)\}|(?<=\s)(\d+)\s*+/\s*+(\d+))")
-_RATIO = re.compile(rf"\\frac\{{\s*+(-?{_NUMBER})\s*+\}}\{{\s*+(-?{_NUMBER})\s*+\}}|(-?{_NUMBER})\s*+/\s*+(-?{_NUMBER})")
+_RATIO = re.compile(
+    rf"\\frac\{{\s*+(-?{_NUMBER})\s*+\}}\{{\s*+(-?{_NUMBER})\s*+\}}|(-?{_NUMBER})\s*+/\s*+(-?{_NUMBER})"
+)
 _BODY = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|overline|bar)(?![A-Za-z])|(?<=\d)[eE][-+]?\d+|[\d\s.+\-*/^(){}\[\]])+")
 _UNIT = re.compile(r'"[^"]*"|[A-Za-z]+|[\^{}/().,\s%°\'-]|(?<=\^)[23]|(?<=\^\{)-?[23]|\\frac')
 _LIST = re.compile(r",|;|\b(?:or|and|not)\b")
@@ -118,7 +122,11 @@ class Plain:
     @property
     def approximate(self) -> float:
         """The number as a float."""
-        return float(self.rational) * math.pi**self.pi_power * math.prod(prime ** float(power) for prime, power in self.roots)
+        return (
+            float(self.rational)
+            * math.pi**self.pi_power
+            * math.prod(prime ** float(power) for prime, power in self.roots)
+        )
 
     def is_about(self, other: Plain) -> bool:
         """True if this is an integer or decimal, and the other number rounded."""
@@ -164,7 +172,10 @@ def read_number(text: str) -> Plain | None:
     # Of `a = 1/3 \approx 0.33` the exact number counts; `42 = 6 * 7` says 42.
     exact = max((index + 1 for index, sign in enumerate(signs) if sign[0] == "="), default=0)
     numbers = [found[exact], *found]
-    number = next((one for one in numbers if one is not None and one.is_final), next((one for one in numbers if one is not None), None))
+    number = next(
+        (one for one in numbers if one is not None and one.is_final),
+        next((one for one in numbers if one is not None), None),
+    )
     if number is None:
         return None
     at = next(index for index, one in enumerate(found) if one is number)
@@ -179,10 +190,14 @@ def _agrees(side: str, other: Plain | None, number: Plain, *, is_about: bool) ->
     """False if a side of an equation is another number."""
     if other is None:
         value = computed(side)
-        return value is None or value in (number.rational, number.rational / 100) or bool(number.roots or number.pi_power)
+        return (
+            value is None or value in (number.rational, number.rational / 100) or bool(number.roots or number.pi_power)
+        )
     is_rounded = is_about or any(one.step is not None and one.step < 1 for one in (other, number))
     for factor in (1, 100, Fraction(1, 100)) if number.is_percent or other.is_percent else (1,):
-        scaled = replace(other, rational=other.rational * factor, step=None if other.step is None else other.step * factor)
+        scaled = replace(
+            other, rational=other.rational * factor, step=None if other.step is None else other.step * factor
+        )
         if scaled.same_number(number) or (is_rounded and (scaled.is_about(number) or number.is_about(scaled))):
             return True
     return False
@@ -210,7 +225,9 @@ def computed(text: str) -> Fraction | None:
 def spelled(text: str) -> str:
     """The text with signs of Unicode in LaTeX, where math-verify does not read them."""
     text = _VULGAR.sub(lambda match: match[1] + _fraction(match[2]), text)
-    text = _SUPERSCRIPTS.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[1]).replace("\u2212", "-") + "}", text)
+    text = _SUPERSCRIPTS.sub(
+        lambda match: "^{" + unicodedata.normalize("NFKC", match[1]).replace("\u2212", "-") + "}", text
+    )
     text = _ROOT.sub(r"\\sqrt{\1}", unicodedata.normalize("NFKC", text))
     return "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text.translate(_SIGNS))
 
@@ -240,7 +257,9 @@ def _unstyled(match: re.Match[str]) -> str:
 def _one_side(text: str) -> Plain | None:
     """The plain number that a side of an equation is, words before it and units behind it left out."""
     text = re.sub(r"^(?:[A-Za-z]\w*\s*)?\\in(?![A-Za-z])\s*", "", text)
-    while (inner := re.fullmatch(r"\\\{(.*)\\\}|\(([^()]*)\)|\[([^\[\]]*)\]|\{((?:[^{}]|\{[^{}]*\})*)\}", text)) is not None:
+    while (
+        inner := re.fullmatch(r"\\\{(.*)\\\}|\(([^()]*)\)|\[([^\[\]]*)\]|\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    ) is not None:
         text = next(group for group in inner.groups() if group is not None).strip()
     while (word := re.match(r'\s*(?:"([^"]*)"|([A-Za-z]+)(?![A-Za-z_^(]))(\s*:)?', text)) is not None:
         said = (word[1] or word[2]).lower()
@@ -271,7 +290,9 @@ def _unit(text: str) -> tuple[str, int, bool] | None:
     if text.strip() == "a":
         return None  # a factor, where `a day` would be a unit
     for word in re.findall(r"[A-Za-z]+|[/°]|[23]", text):
-        known = UNITS.get(word) or next((UNITS[word.lower()[:end]] for end in range(len(word), 2, -1) if word.lower()[:end] in UNITS), "")
+        known = UNITS.get(word) or next(
+            (UNITS[word.lower()[:end]] for end in range(len(word), 2, -1) if word.lower()[:end] in UNITS), ""
+        )
         if word.lower() in MULTIPLES:
             factor *= MULTIPLES[word.lower()]
         elif word.lower() in ("square", "squared", "sq", "2"):
@@ -291,7 +312,9 @@ def _unit(text: str) -> tuple[str, int, bool] | None:
 def _number(text: str) -> Plain | None:
     if match := _REPEATING.fullmatch(text.replace(" ", "")):
         sign, whole, fixed, repeated = match.groups()
-        value = Fraction(int(f"0{whole}{fixed}{repeated}") - int(f"0{whole}{fixed}"), 10 ** len(fixed) * (10 ** len(repeated) - 1))
+        value = Fraction(
+            int(f"0{whole}{fixed}{repeated}") - int(f"0{whole}{fixed}"), 10 ** len(fixed) * (10 ** len(repeated) - 1)
+        )
         return Plain(-value if sign == "-" else value)
     if match := _DECIMAL.fullmatch(text):
         return _decimal(match)
@@ -310,7 +333,11 @@ def _number(text: str) -> Plain | None:
         Fraction(above, below).denominator == abs(below) != 1 for above, below in ratios if below
     )
     try:
-        number = _product(values[0], text.count("sqrt") + text.count("^{1/")) if values and isinstance(values[0], Basic) else None
+        number = (
+            _product(values[0], text.count("sqrt") + text.count("^{1/"))
+            if values and isinstance(values[0], Basic)
+            else None
+        )
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
     return number and replace(number, is_final=number.is_final and is_simple)
@@ -360,15 +387,27 @@ def _product(node: Basic, num_signs: int) -> Plain:
             raise ValueError("no plain root")
         num_roots += 1
         exponents = factorint(value.numerator).values()
-        is_final &= value.denominator == 1 and abs(power.numerator) == 1 and math.gcd(power.denominator, *exponents) == 1
-        for prime, exponent in [*factorint(value.numerator).items(), *((p, -e) for p, e in factorint(value.denominator).items())]:
+        is_final &= (
+            value.denominator == 1 and abs(power.numerator) == 1 and math.gcd(power.denominator, *exponents) == 1
+        )
+        for prime, exponent in [
+            *factorint(value.numerator).items(),
+            *((p, -e) for p, e in factorint(value.denominator).items()),
+        ]:
             is_final &= exponent < power.denominator
             is_final &= power > 0 or all(number.numerator % prime for number in above)
             powers[prime] = powers.get(prime, Fraction(0)) + exponent * power
     for prime, power in powers.items():
         rational *= Fraction(prime) ** math.floor(power)
-    is_final &= num_roots == num_signs < 2 and len(above) < 2 and len(below) < 2 and all(value.denominator == 1 != value for value in below)
+    is_final &= (
+        num_roots == num_signs < 2
+        and len(above) < 2
+        and len(below) < 2
+        and all(value.denominator == 1 != value for value in below)
+    )
     is_final &= not (has_power_of_ten and (num_roots or pi_power))
-    is_final &= not (above and below) or (above[0].denominator == 1 and math.gcd(above[0].numerator, below[0].numerator) == 1)
+    is_final &= not (above and below) or (
+        above[0].denominator == 1 and math.gcd(above[0].numerator, below[0].numerator) == 1
+    )
     roots = frozenset((prime, power % 1) for prime, power in powers.items() if power % 1)
     return Plain(rational, roots, pi_power, is_final)

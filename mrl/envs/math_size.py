@@ -55,7 +55,10 @@ class Size:
 
     def fits(self, expected: Size) -> bool:
         """True when the value is small, or no larger than the expected answer."""
-        return all(mine <= max(most, theirs) for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True))
+        return all(
+            mine <= max(most, theirs)
+            for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True)
+        )
 
 
 SMALL = (MAX_CHARACTERS, MAX_DEPTH, MAX_PARTS, MAX_DIGIT_RUN, False)

@@ -49,7 +49,11 @@ ANSWER_TARGETS = [ExprExtractionConfig(), LatexExtractionConfig()]
 MAX_TRIED_CHARACTERS = 4_000
 MIN_TRIED_CHARACTERS = 50
 PATTERNS = sorted(
-    ((priority, pattern, target) for patterns, target in get_extraction_regexes(ANSWER_TARGETS) for pattern, priority in patterns),
+    (
+        (priority, pattern, target)
+        for patterns, target in get_extraction_regexes(ANSWER_TARGETS)
+        for pattern, priority in patterns
+    ),
     key=lambda found: found[0],
 )
 
@@ -60,7 +64,9 @@ BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 PERCENT = re.compile(r"\s?\\?%")
 ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+((?:(?!answer(?:\s+is\b|\s*:))[^\n])*+)")
 # Signs of Markdown around an answer: not the powers of programs.
-EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
+EMPHASIS = re.compile(
+    r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)"
+)
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
 HEADING = re.compile(r"(?:\d+[.):]\s*)?[^\W\d_]{2}")
 # The signs in a date mean no difference or quotient.
@@ -71,13 +77,15 @@ AMBIGUOUS = re.compile(r"[\d}]\s*+(?:m|g|s|h|l|L|mg|F|C)\s*+$")
 LETTER = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*+\(?\s*+([A-F])\s*+\)?\s*+\}?")
 FONTS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|operatorname)\s*+\{([^{}]*)\}")
 BARE = re.compile(
-    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|left|right|displaystyle|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[\s$]|(?<=\\)[dt](?=frac)"
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|left|right|displaystyle|quad)(?![A-Za-z])|\\[()\[\],;:! "
+    r"]|[\s$]|(?<=\\)[dt](?=frac)"
 )
 WORD = re.compile(r"[^\W\d_]{2,}")
 DIGITS_OF_BASE = re.compile(r"(?<!\d)\(?(\d++)\)?_(?:\{(\d+)\}|(\d+))")
 # math-verify rounds decimals to so many places; of small numbers as many digits count.
 PLACES, DIGITS = 6, 4
-# It takes differences below so many places for zero, which must be smaller than the numbers. More than the most take it seconds.
+# It takes differences below so many places for zero, which must be smaller than the numbers. More than the most take it
+# seconds.
 PRECISION, MAX_PLACES = 15, 10_000
 
 JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(?:[\s$,]|and|or)*+")
@@ -119,11 +127,12 @@ class Found:
 def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, str]:
     """`(1.0 or 0.0, the answer as found)`. Numbers compare by value: 046 is 46, 1,200 is 1200, 0.5 is 1/2.
 
-    In a text with a line `#### 42`, as in GSM8K, only what follows counts; otherwise an equation before it might be taken. Mathematics
-    that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see `score_form`. An expected answer
-    that is no mathematics, or too costly, is a RowFault.
+    In a text with a line `#### 42`, as in GSM8K, only what follows counts; otherwise an equation before it might be
+    taken. Mathematics that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see
+    `score_form`. An expected answer that is no mathematics, or too costly, is a RowFault.
 
-    math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault it is.
+    math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault
+    it is.
     """
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
@@ -138,7 +147,9 @@ def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, 
 
 def expected_number(expected: str) -> Plain | None:
     """The plain number that the expected answer is; None if it is anything else."""
-    number = read_number(_in_latex(expected)) if "=" not in expected and DIGITS_OF_BASE.search(expected) is None else None
+    number = (
+        read_number(_in_latex(expected)) if "=" not in expected and DIGITS_OF_BASE.search(expected) is None else None
+    )
     # `5m` may be 5 metres or a product.
     is_product = number is not None and AMBIGUOUS.search(expected) is not None
     return number if number is not None and number.is_final and not is_product else None
@@ -158,7 +169,9 @@ def score_value(given: Given) -> tuple[float, str]:
     places = _places(gold)
     if given.is_evened:
         gold, values = [as_set(gold[0])], [as_set(values[0])]
-    same = verify(gold, values, float_rounding=places, numeric_precision=max(PRECISION, places), timeout_seconds=NO_TIMEOUT)
+    same = verify(
+        gold, values, float_rounding=places, numeric_precision=max(PRECISION, places), timeout_seconds=NO_TIMEOUT
+    )
     return float(same), shown
 
 
@@ -216,7 +229,11 @@ def score_symbols(given: Given, said: str) -> tuple[float, str]:
 
 def _is_hedged(given: Given, piece: Found | None) -> bool:
     """True if the expected answer is a plain number, which the text does not claim."""
-    return given.number is not None and piece is not None and is_hedged(given.text, piece.start, piece.end, is_stated=given.is_stated)
+    return (
+        given.number is not None
+        and piece is not None
+        and is_hedged(given.text, piece.start, piece.end, is_stated=given.is_stated)
+    )
 
 
 def _is_contradiction(text: str, piece: Found) -> bool:
@@ -261,7 +278,9 @@ def answer_part(text: str) -> str:
         line = text[at + 4 :].partition("\n")[0].strip(" #*:")
         if not line and not text[at:].strip(" #\n"):
             return ""
-        is_heading = HEADING.match(line) is not None or (has_box and BOX not in line and WORD.search(line.replace("\\", "")) is not None)
+        is_heading = HEADING.match(line) is not None or (
+            has_box and BOX not in line and WORD.search(line.replace("\\", "")) is not None
+        )
         if line and not is_heading:
             return text[at + 4 : end]
         end = at
@@ -306,7 +325,9 @@ def _words(text: str) -> str:
     """The words of a text that is words alone, or a date, in small letters; else empty: letters may be a product."""
     text = FONTS.sub(r" \1 ", text)
     words = re.findall(r"[^\W\d_]+", text.lower())
-    is_word = any(len(word) > 3 or word in SHORT_WORDS or (len(word) == 3 and list(word) != sorted(word)) for word in words)
+    is_word = any(
+        len(word) > 3 or word in SHORT_WORDS or (len(word) == 3 and list(word) != sorted(word)) for word in words
+    )
     if DATE.fullmatch(text.strip()) or (is_word and not re.search(r"[\d\\^_+*/=<>{}()-]", text)):
         return " ".join(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in ARTICLES)
     return ""

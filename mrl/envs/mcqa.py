@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiple choice: the letter that the text settles on. Runs in `mrl.envs.child`.
 
-Rows with `options` are NeMo Gym's, and get its verdicts. A question whose answer is a letter, as NeMo RL's `math` grades it with
-`verifier_type: english_multichoice`, is read more freely: see `choose`.
+Rows with `options` are NeMo Gym's, and get its verdicts. A question whose answer is a letter, as NeMo RL's `math`
+grades it with `verifier_type: english_multichoice`, is read more freely: see `choose`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 STYLE = r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*+\{|\*\*|__|\$|\\\(|[\s`\"'“{])*+"
 """Fonts, signs of Markdown and of mathematics, which may stand before a letter."""
-# Vowel signs of Arabic and Bengali are no \w; Japanese, Korean and Chinese put a copula or a noun behind without a space.
+# Vowel signs of Arabic and Bengali are no \w; Japanese, Korean and Chinese put a copula or a noun behind without a
+# space.
 NO_WORD = r"(?!(?!です|입니다|번|选项|選項)[\w\u064b-\u065f\u0980-\u09ff]|['’]\w)"
 ANY = "[A-Za-zأبجدঅবডঢ]"
 LETTER = rf"{STYLE}(?:\(\s*+{STYLE}({ANY}){NO_WORD}{STYLE}\)|\[++({ANY})\]|({ANY}){NO_WORD})"
@@ -30,9 +31,11 @@ ANSWER_WORDS = (
 )
 """The word for answer in the languages of multilingual questions; behind it stands a colon or one of `LINKS`."""
 LINKS = "finale?|corre(?:cta|ta|tta|cte)|akhir|es|est|ist|è|é|adalah|هي|هو"
-# Behind the word: a colon, `is`, `is clearly option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.
+# Behind the word: a colon, `is`, `is clearly option`; the letter of words (`a subtle one`, `I think`) is told apart in
+# `said`.
 ANSWER = re.compile(
-    r"(?i)(?:(?:(?<!not the )(?<!/)\b(?:answer|(?:correct|right|best)\s+(?:choice|option|letter|statement))\b|答案)['\"]?[\s*_>]*+"
+    r"(?i)(?:(?:(?<!not the "
+    r")(?<!/)\b(?:answer|(?:correct|right|best)\s+(?:choice|option|letter|statement))\b|答案)['\"]?[\s*_>]*+"
     r"(?:(?:is|was|[=:→是为]|-+>?|–|(?:must|would|should)\s++be|to\s++(?:this|the)\s++question|choice|thus|therefore|indeed|[a-z]{2,10}ly)"
     r"[\s*_]*+)*+"
     rf"|(?:{ANSWER_WORDS})[\s*_]*+(?=[:ঃ]|(?:{LINKS})\b)(?:(?:{LINKS})\b[\s*_]*+)*+[:ঃ]?[\s*_]*+)"
@@ -49,7 +52,11 @@ ENDS = re.compile(r"\s*+(?:[.)\]},:;!?*_$\\—–-]|$|because\b|since\b|as\b|is\
 
 
 SPELLINGS = str.maketrans(
-    {other: f" {letter}" for others, letter in (("أঅＡ", "A"), ("بবＢ", "B"), ("جডＣ", "C"), ("دঢＤ", "D")) for other in others}
+    {
+        other: f" {letter}"
+        for others, letter in (("أঅＡ", "A"), ("بবＢ", "B"), ("جডＣ", "C"), ("دঢＤ", "D"))
+        for other in others
+    }
 )
 MODES = ("strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon", "lenient_answer_colon_md")
 BOXED_LETTER = re.compile(r"[^A-Za-z]*([A-Z])[^A-Za-z]*|\s*([A-Z])\s*[:).\-].*", re.DOTALL)
@@ -82,7 +89,9 @@ def score(task: Task) -> Outcome:
     expected = str(fields.get("expected_answer", task.expected)).strip().upper()
     patterns, mode = own_patterns(fields.get("template_metadata")), fields.get("grading_mode") or MODES[0]
     if not re.fullmatch("[A-Z]", expected) or (options and not patterns and expected not in options):
-        raise RowFault(f"the expected answer {expected!r} is none of the options {', '.join(sorted(options)) or 'A to Z'}")
+        raise RowFault(
+            f"the expected answer {expected!r} is none of the options {', '.join(sorted(options)) or 'A to Z'}"
+        )
     if mode not in MODES:
         raise RowFault(f"grading_mode {mode!r} is none of {', '.join(MODES)}")
     if options:
@@ -97,7 +106,11 @@ def choose_as_gym(text: str, options: Mapping[str, str], patterns: list[re.Patte
     for pattern in patterns:
         if matches := list(pattern.finditer(text)):
             groups = matches[-1].groups()
-            found = (next((group for group in groups if group), "") if groups else matches[-1][0]).translate(SPELLINGS).strip()
+            found = (
+                (next((group for group in groups if group), "") if groups else matches[-1][0])
+                .translate(SPELLINGS)
+                .strip()
+            )
             if letter := found.upper() if len(found) == 1 and found.isalpha() else _option(found, options):
                 return letter
     if mode == "lenient_answer_colon_md":
@@ -147,7 +160,9 @@ def _letter_of(payload: str, options: Mapping[str, str]) -> str:
         if one[1].upper() != other[1].upper() and BETWEEN.fullmatch(payload, one.end(), other.start()):
             return ""
     leading = re.match(r"[a-zA-Z](?![a-zA-Z0-9])", payload)
-    letter = payload if len(payload) == 1 else leading[0] if leading else (re.findall(r"\b[A-Z]\b", payload) or [""])[-1]
+    letter = (
+        payload if len(payload) == 1 else leading[0] if leading else (re.findall(r"\b[A-Z]\b", payload) or [""])[-1]
+    )
     return letter.upper() if letter.upper() in options else ""
 
 
@@ -157,7 +172,9 @@ def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> st
         # NFKC writes letters and colons of Chinese and Japanese keyboards as those of Latin ones.
         for match in reversed(list(pattern.finditer(normalize("NFKC", text) if pattern in (BOXED, ANSWER) else text))):
             found = (
-                said(match) if pattern in (BOXED, ANSWER) else next((group for group in match.groups() if group), match[0]).strip().upper()
+                said(match)
+                if pattern in (BOXED, ANSWER)
+                else next((group for group in match.groups() if group), match[0]).strip().upper()
             )
             if re.fullmatch("[A-Z]", found) and (not letters or found in letters):
                 return found

@@ -103,7 +103,8 @@ def make(function: str) -> Score:
             if cause is None:
                 raise
             raise PermissionError(
-                f"{error}; own functions get no network, process or file to write unless env.own.allow=[network,processes,files] names it"
+                f"{error}; own functions get no network, process or file to write unless "
+                "env.own.allow=[network,processes,files] names it"
             ) from error
 
     return score
@@ -125,20 +126,25 @@ def judged(hook: Hook, task: Task, log: Log) -> object:
 def outcome(returned: object) -> Outcome:
     """A returned value's outcome: a number; or a dict with `reward` or `score`, else components that sum to the reward.
 
-    Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is the answer found, other texts are columns of the
-    table of samples, `mask_sample` masks, and `observation` is what the environment answers: a text, which the user says, or messages.
-    Beside a reward there may be anything else. The pool refuses what is no finite number.
+    Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is the answer found, other texts are
+    columns of the table of samples, `mask_sample` masks, and `observation` is what the environment answers: a text,
+    which the user says, or messages. Beside a reward there may be anything else. The pool refuses what is no finite
+    number.
     """
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, "the reward"))
     total = next((key for key in TOTALS if key in returned), None)
     if all(key in returned for key in TOTALS) and returned[TOTALS[0]] != returned[TOTALS[1]]:
-        raise TypeError(f"the returned dict has two rewards, {' and '.join(f'{key}={returned[key]!r:.40}' for key in TOTALS)}")
+        raise TypeError(
+            f"the returned dict has two rewards, {' and '.join(f'{key}={returned[key]!r:.40}' for key in TOTALS)}"
+        )
     special = {*TOTALS, "extracted", "observation", MASK_SAMPLE}
     others = {str(key): value for key, value in returned.items() if key not in special}
     columns = {key: str(others.pop(key))[:MAX_COLUMN_CHARACTERS] for key in [*others] if isinstance(others[key], str)}
     components = {
-        key: _number(value, f"component {key!r}") for key, value in others.items() if total is None or _as_number(value) is not None
+        key: _number(value, f"component {key!r}")
+        for key, value in others.items()
+        if total is None or _as_number(value) is not None
     }
     if total is None and not components:
         raise TypeError(f"the returned dict has no reward: {returned!r:.100}")
@@ -184,8 +190,13 @@ def _messages(value: object) -> tuple[Mapping[str, str], ...]:
         return ()
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list | tuple) or not all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
         for message in messages
     ):
-        raise TypeError(f"the observation is {json.dumps(value, default=repr)[:100]}, not a text and not messages with role and content")
+        raise TypeError(
+            f"the observation is {json.dumps(value, default=repr)[:100]}, not a text and not messages with role "
+            "and content"
+        )
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)

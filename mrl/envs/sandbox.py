@@ -2,10 +2,10 @@
 """The process that runs one generated program on one test.
 
 `python -I sandbox.py PROGRAM FUNCTION SECONDS FILE_BYTES NUM_TASKS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
-runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads `[arguments...]` from
-stdin as JSON, calls the function (see `find`), and writes what this returns to RESULT_FD. It writes a byte to STARTED_FD when the
-program is confined (see `confine.py`) and begins; with MAY_ESCAPE=1 the program also begins where the kernel cannot confine it.
-Standard library only, and nothing of mrl: one starts per test.
+runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads
+`[arguments...]` from stdin as JSON, calls the function (see `find`), and writes what this returns to RESULT_FD. It
+writes a byte to STARTED_FD when the program is confined (see `confine.py`) and begins; with MAY_ESCAPE=1 the program
+also begins where the kernel cannot confine it. Standard library only, and nothing of mrl: one starts per test.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ NUM_OPEN_FILES = 32
 MAX_DIGITS = MAX_RECURSION = 50_000
 PR_SET_PDEATHSIG = 1
 
-# Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over all.
-UNPACKED = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io typing".split()
+# Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over
+# all.
+UNPACKED = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io typing"
+).split()
 PRELUDE = [*UNPACKED, "fractions", "json", "sys"]
 
 
@@ -72,7 +75,10 @@ def find(names: dict[str, object], function: str) -> Callable[..., object]:
 def prelude() -> dict[str, object]:
     """Names that a program may use without importing them."""
     modules = {name: importlib.import_module(name) for name in PRELUDE}
-    names = {name: getattr(modules[name], "__all__", [found for found in vars(modules[name]) if found[0] != "_"]) for name in UNPACKED}
+    names = {
+        name: getattr(modules[name], "__all__", [found for found in vars(modules[name]) if found[0] != "_"])
+        for name in UNPACKED
+    }
     unpacked = {name: getattr(modules[module], name) for module in UNPACKED for name in names[module]}
     return {name: value for name, value in {**unpacked, **modules}.items() if not hasattr(builtins, name)}
 
@@ -115,7 +121,9 @@ def confine(paths: list[str], *, may_escape: bool) -> None:
 
 
 def keep_modes(folder: str) -> None:
-    """Lets `os.chmod` and `os.utime` do nothing in `folder`: the kernel refuses them, and `shutil.copy` ends with them."""
+    """Lets `os.chmod` and `os.utime` do nothing in `folder`: the kernel refuses them, and `shutil.copy` ends
+    with them.
+    """
     os.chmod, os.utime = of_own_files(os.chmod, folder), of_own_files(os.utime, folder)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores rollouts in child processes with deadlines, in a pool per environment. A fault costs one verdict, not the run.
 
-A rollout has a deadline from when a child begins it. What waits for a child waits as long as it takes: to mask it would leave out the
-rollouts of a step that are slow to judge or late, and so bias the batch.
+A rollout has a deadline from when a child begins it. What waits for a child waits as long as it takes: to mask it would
+leave out the rollouts of a step that are slow to judge or late, and so bias the batch.
 
-Our own, not Pebble, loky or multiprocessing: their children answer in pickles, with which a child that a text has taken over runs code in
-the parent; they inherit the parent's environment with its secrets; and a deadline kills the child, but not the processes that it started.
+Our own, not Pebble, loky or multiprocessing: their children answer in pickles, with which a child that a text has taken
+over runs code in the parent; they inherit the parent's environment with its secrets; and a deadline kills the child,
+but not the processes that it started.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ MAX_COLUMNS = 32
 
 TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
-ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN}
+ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
+    name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN
+}
 """The built-in environments; each module declares its own."""
 
 T = TypeVar("T")
@@ -119,11 +122,12 @@ class RewardPool:
     def submit(self, task: Task) -> Job:
         """Queues a task; returns its job. Equal tasks are one job; good verdicts of short texts are remembered.
 
-        A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it waited for a child
-        before; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
-        None of these is valid, and each says why. But if the environment `blames_text`, a fault of the text is valid: reward 0, flag
-        `text_fault`. A missed deadline is the text's fault if the child computed all the while; any other one, and a crash, if it happens
-        again when the pool tries the task once more, after all that wait and alone.
+        A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it
+        waited for a child before; one that kills its child `crash`; one whose reward function raises, or gives a reward
+        that is no finite number, `error`. None of these is valid, and each says why. But if the environment
+        `blames_text`, a fault of the text is valid: reward 0, flag `text_fault`. A missed deadline is the text's fault
+        if the child computed all the while; any other one, and a crash, if it happens again when the pool tries the
+        task once more, after all that wait and alone.
 
         A RuntimeError says that children do not start any more, or that the pool is closed.
         """
@@ -231,7 +235,8 @@ class RewardPool:
     def _replace(self, place: int) -> int | None:
         """Kills a child and puts another one in its place; returns the exit code as `kill` does.
 
-        In a built-in environment, whose texts may kill one child after another, a spare child then starts, for the next time.
+        In a built-in environment, whose texts may kill one child after another, a spare child then starts, for the next
+        time.
         """
         exit_code = self._children[place].kill()
         self._children[place] = self._spare or Child(self.environment, self.memory_bytes)
@@ -279,8 +284,15 @@ def _verdict(environment: Environment, task: Task, answer: dict[str, object]) ->
         if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
             return _failed("error", task, f"the {what} are {numbers!r:.100}, not finite numbers")
     assert isinstance(components, dict) and isinstance(metrics, dict)
-    extracted, flags, observation, columns = (answer.get(name) for name in ("extracted", "flags", "observation", "columns"))
-    if not isinstance(extracted, str) or not isinstance(flags, list) or not _are_messages(observation) or not isinstance(columns, dict):
+    extracted, flags, observation, columns = (
+        answer.get(name) for name in ("extracted", "flags", "observation", "columns")
+    )
+    if (
+        not isinstance(extracted, str)
+        or not isinstance(flags, list)
+        or not _are_messages(observation)
+        or not isinstance(columns, dict)
+    ):
         return _failed("error", task, f"the answer {str(answer):.100} is no outcome")
     return Verdict(
         reward=float(reward),
@@ -292,12 +304,23 @@ def _verdict(environment: Environment, task: Task, answer: dict[str, object]) ->
         flags=tuple(safe_text(str(flag)) for flag in flags),
         observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
         metrics={safe_text(name): float(value) for name, value in metrics.items()},
-        columns={safe_text(name): safe_text(str(text), MAX_EXTRACTED_CHARACTERS) for name, text in [*columns.items()][:MAX_COLUMNS]},
+        columns={
+            safe_text(name): safe_text(str(text), MAX_EXTRACTED_CHARACTERS)
+            for name, text in [*columns.items()][:MAX_COLUMNS]
+        },
     )
 
 
 def _zero(task: Task, reason: str) -> Verdict:
-    return Verdict(reward=0.0, is_valid=True, status="ok", extracted="", text="\n".join(task.turns), flags=(TEXT_FAULT,), reason=reason)
+    return Verdict(
+        reward=0.0,
+        is_valid=True,
+        status="ok",
+        extracted="",
+        text="\n".join(task.turns),
+        flags=(TEXT_FAULT,),
+        reason=reason,
+    )
 
 
 def _failed(status: Literal["timeout", "crash", "error"], task: Task, reason: str) -> Verdict:
@@ -315,15 +338,20 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:
     )
 
 
-async def start_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None) -> RewardPool:
+async def start_environment(
+    name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None
+) -> RewardPool:
     """The environment of this name with as many children: built-in, of `env.own.functions`, or of an installed package.
 
-    `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A RuntimeError says that the
-    children do not start, for example because the user's function cannot be imported, or that this host cannot confine programs.
+    `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A
+    RuntimeError says that the children do not start, for example because the user's function cannot be imported, or
+    that this host cannot confine programs.
     """
     remove_abandoned()
     if landlock_abi() == 0:
-        logger.warning("The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name)
+        logger.warning(
+            "The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name
+        )
     declare = ENVIRONMENTS.get(name)
     declared = declare(config) if declare else own.environment(name, config, endpoints)
     return await RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers)).start()
@@ -332,7 +360,9 @@ async def start_environment(name: str, config: EnvConfig, *, num_workers: int = 
 class Scorer:
     """The environments of a process, by name. Each starts when a rollout first needs it. For one event loop."""
 
-    def __init__(self, build: Callable[[str], Coroutine[None, None, RewardPool]], *, masks_flagged: bool = True) -> None:
+    def __init__(
+        self, build: Callable[[str], Coroutine[None, None, RewardPool]], *, masks_flagged: bool = True
+    ) -> None:
         """`build` starts an environment. With `masks_flagged`, rollouts flagged with `mask_sample` are not valid."""
         self.environments: dict[str, RewardPool] = {}
         self._build, self._masks_flagged = build, masks_flagged
@@ -357,7 +387,9 @@ class Scorer:
             wait_s = job.begun_at - queued_at
             self._load += RewardLoad(num_judged=1, wait_s=wait_s, longest_wait_s=wait_s)
         if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
-            verdict = dataclasses.replace(verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample")
+            verdict = dataclasses.replace(
+                verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample"
+            )
         if not verdict.is_valid:
             logger.warning("Rollout %s (%s) is not scored: %s", request_id, env_name, verdict.reason)
         return verdict

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentences and words of a text, cut as the verifiers of NeMo Gym cut them. Every pattern takes linear time.
 
-`sentences` follows NLTK's Punkt without its learned contexts, `tokens` its Treebank tokenizer; `ruled_sentences` is the other splitter of
-IFEval, by rules alone. NLTK itself is not used: its wheel has no model of Punkt, which it downloads at run time, and
-nodes of a cluster reach no network.
+`sentences` follows NLTK's Punkt without its learned contexts, `tokens` its Treebank tokenizer; `ruled_sentences` is the
+other splitter of IFEval, by rules alone. NLTK itself is not used: its wheel has no model of Punkt, which it downloads
+at run time, and nodes of a cluster reach no network.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 
 ABBREVIATIONS = frozenset(
-    "a.c a.d a.m adm ala ariz aug ave bros c c.v calif cie co col colo conn corp cos ct d d.c dec dr e f feb fla fri ft g ga gen h ill inc "
-    "jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich minn mr mrs ms n n.c n.d n.h n.j n.m n.y nev nov oct ok okla ore p p.m pa "
-    "ph.d prof r rep reps s s.a s.c s.p.a sen sep sept sr st sw t tenn tues u.k u.n u.s u.s.a v va vs vt w wash wed wis yr".split()
+    "a.c a.d a.m adm ala ariz aug ave bros c c.v calif cie co col colo conn corp cos ct d d.c dec dr e f feb fla "
+    "fri ft g ga gen h ill inc jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich minn mr mrs ms n n.c n.d "
+    "n.h n.j n.m n.y nev nov oct ok okla ore p p.m pa ph.d prof r rep reps s s.a s.c s.p.a sen sep sept sr st sw t "
+    "tenn tues u.k u.n u.s u.s.a v va vs vt w wash wed wis yr".split()
 )
 STARTERS = frozenset(
-    "according although among both but despite even he however i if in indeed instead it many meanwhile moreover most nevertheless "
-    "nonetheless nor sales separately similarly since so some the there these they this though thus under when while yet".split()
+    "according although among both but despite even he however i if in indeed instead it many meanwhile moreover "
+    "most nevertheless nonetheless nor sales separately similarly since so some the there these they this though "
+    "thus under when while yet".split()
 )
 LETTERS = frozenset("cdefghklmnprstuvw")
 BREAK = re.compile(r".*([.?!])(?=[)\";}\]*:@'({\[!?»”’]|$)")
@@ -38,7 +40,9 @@ def sentences(text: str) -> list[str]:
         body = word.rstrip("\"')]}»”’").rstrip(".?!")
         following = (rest or (after[0] if after is not None else "")).strip("\"'([{«“‘*.,;:?!")
         last = body.lower().lstrip("\"'([{«“‘*").rpartition("-")[2]
-        is_open = word.endswith("..") or (mark[1] == "." and (last in ABBREVIATIONS or (len(last) == 1 and last.isalpha())))
+        is_open = word.endswith("..") or (
+            mark[1] == "." and (last in ABBREVIATIONS or (len(last) == 1 and last.isalpha()))
+        )
         if is_open and not (following[:1].isupper() and following.lower() in STARTERS and last not in LETTERS):
             continue
         end = match.end() - len(rest)
@@ -78,7 +82,9 @@ def _tokens(sentence: str) -> list[str]:
 
 
 _DOT, _STOP = "\ue000", "\ue001"
-_BEGINNING = r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s|That\s|This\s|Wherever)"
+_BEGINNING = (
+    r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s|That\s|This\s|Wherever)"
+)
 _FIRM = "(Inc|Ltd|Jr|Sr|Co)"
 # Dots that end no sentence, and sentences that end without one; in this order, each on what the rules before it left.
 RULES = tuple(

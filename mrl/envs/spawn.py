@@ -21,8 +21,8 @@ RETRY_S = 0.02
 def start(popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     """Calls `popen()`, again while the user's or the container's process limit is reached, up to MAX_WAIT_S.
 
-    The threads of one hostile program may fill that limit until the program is killed, and cost no other program its verdict.
-    A BlockingIOError says that the limit stays reached.
+    The threads of one hostile program may fill that limit until the program is killed, and cost no other program its
+    verdict. A BlockingIOError says that the limit stays reached.
     """
     end = time.monotonic() + MAX_WAIT_S
     while True:
@@ -67,7 +67,9 @@ def is_scarce() -> bool:
     found = os.statvfs(tempfile.gettempdir())
     has_no_names = found.f_files > 0 and found.f_favail < SCARCE_FILES
     free, _ = free_threads()
-    return found.f_bavail * found.f_frsize < SCARCE_BYTES or has_no_names or (free is not None and free < SCARCE_THREADS)
+    return (
+        found.f_bavail * found.f_frsize < SCARCE_BYTES or has_no_names or (free is not None and free < SCARCE_THREADS)
+    )
 
 
 def free_bytes() -> int:

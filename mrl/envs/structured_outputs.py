@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structured outputs: all text is JSON, YAML, TOML, XML or CSV of the row's schema, each property given, none invented.
 
-Or, with `response_mode: tool_call`, the arguments of its one call. Verdicts are those of NeMo Gym's server. Runs in `mrl.envs.child`.
+Or, with `response_mode: tool_call`, the arguments of its one call. Verdicts are those of NeMo Gym's server. Runs in
+`mrl.envs.child`.
 """
 
 from __future__ import annotations
@@ -49,20 +50,27 @@ def score(task: Task) -> Outcome:
     form, mode = fields.get("schema_type") or "json", fields.get("response_mode") or "text"
     if form not in FORMS or mode not in ("text", "tool_call"):
         raise RowFault(
-            f"schema_type {form!r:.100} is none of {', '.join(FORMS)}, or response_mode {mode!r:.100} neither text nor tool_call"
+            f"schema_type {form!r:.100} is none of {', '.join(FORMS)}, or response_mode {mode!r:.100} neither text "
+            "nor tool_call"
         )
     schema, validator = _validator(field_of(fields, "schema_str", str))
     try:
         value = _payload(task, fields) if mode == "tool_call" else FORMS[str(form)](task.reply, schema)
     except (ValueError, RecursionError, TypeError, csv.Error, yaml.YAMLError, expat.ExpatError) as error:
-        return Outcome(0.0, extracted=f"no {'one call' if mode == 'tool_call' else str(form).upper()}: {type(error).__name__}")
+        return Outcome(
+            0.0, extracted=f"no {'one call' if mode == 'tool_call' else str(form).upper()}: {type(error).__name__}"
+        )
     try:
         error = next(validator.iter_errors(cast(Any, safe_values(value))), None)
     except RecursionError:
         return Outcome(0.0, extracted="nested too deeply")
     except re.error as problem:
         raise RowFault(f"the row's schema_str has a pattern that is no regular expression: {problem}") from problem
-    return Outcome(1.0, extracted="valid") if error is None else Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
+    return (
+        Outcome(1.0, extracted="valid")
+        if error is None
+        else Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
+    )
 
 
 def _payload(task: Task, fields: Mapping[str, object]) -> object:
@@ -175,7 +183,10 @@ def strict(schema: object) -> object:
     """The schema with every property required and no others, in all objects within; as in Gym, list items stay."""
     if not isinstance(schema, dict):
         return schema
-    result = {key: value if key in ("enum", "const", "default", "examples", "required") else strict(value) for key, value in schema.items()}
+    result = {
+        key: value if key in ("enum", "const", "default", "examples", "required") else strict(value)
+        for key, value in schema.items()
+    }
     properties = schema.get("properties")
     if isinstance(properties, dict):
         result["properties"] = {name: strict(value) for name, value in properties.items()}
@@ -197,7 +208,9 @@ def _validator(schema_text: str) -> tuple[object, Draft202012Validator]:
         # A schema that refers to itself in a circle judges nothing.
         validator.is_valid(None)
     except (ValueError, SchemaError, Unresolvable, RecursionError, re.error) as error:
-        raise RowFault(f"the row's schema_str is no JSON schema that can be used: {type(error).__name__}: {str(error)[:200]}") from error
+        raise RowFault(
+            f"the row's schema_str is no JSON schema that can be used: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
     return made, validator
 
 

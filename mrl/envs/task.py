@@ -107,8 +107,8 @@ class Environment:
     allowances: tuple[Allowance, ...] = ()
     """Rights of the children beyond computing and reading."""
     blames_text: bool = False
-    """True when the function can judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
-    function may fail by its own mistake, or because a server that it asks does not answer."""
+    """True when the function can judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A
+    user's own function may fail by its own mistake, or because a server that it asks does not answer."""
     name: str = ""
     """Name in rows."""
 
@@ -118,7 +118,9 @@ class Environment:
 
 def built_in(name: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
     """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
-    return Environment(f"mrl.envs.{name}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True)
+    return Environment(
+        f"mrl.envs.{name}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True
+    )
 
 
 def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:

@@ -40,10 +40,13 @@ def declared_tools(fields: Mapping[str, object]) -> list[object]:
 def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TOOL_PARSER) -> list[ToolCall]:
     """A text's calls, in order, broken ones with errors. XML arguments get the types that the row's `tools` declare.
 
-    `tools` as OpenAI's Responses or Chat Completions declare them; a RowFault says that nobody here reads the format of `parser`.
+    `tools` as OpenAI's Responses or Chat Completions declare them; a RowFault says that nobody here reads the format of
+    `parser`.
     """
     if parser not in READERS:
-        raise RowFault(f"calls of tools in the format of tool_parser={parser} cannot be read; use one of {', '.join(READERS)}")
+        raise RowFault(
+            f"calls of tools in the format of tool_parser={parser} cannot be read; use one of {', '.join(READERS)}"
+        )
     plain = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
     types = dict[str, Mapping[str, object]]()
     for tool in plain:
@@ -51,7 +54,9 @@ def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TO
             parameters = tool.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             schemas = properties.items() if isinstance(properties, dict) else ()
-            types[str(tool.get("name"))] = {key: schema.get("type") for key, schema in schemas if isinstance(schema, dict)}
+            types[str(tool.get("name"))] = {
+                key: schema.get("type") for key, schema in schemas if isinstance(schema, dict)
+            }
     try:
         return READERS[parser](text, types)
     except (ValueError, RecursionError) as error:
@@ -61,7 +66,11 @@ def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TO
 def _call(block: str, types: Types) -> ToolCall:
     found = FUNCTION.fullmatch(block)
     if found is None:
-        return ToolCall("", {}, error="not a call: write <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>")
+        return ToolCall(
+            "",
+            {},
+            error="not a call: write <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+        )
     name, body = found.groups()
     arguments: dict[str, object] = {}
     position, has_other = 0, False
@@ -71,7 +80,9 @@ def _call(block: str, types: Types) -> ToolCall:
         position = end + len(END_OF_PARAMETER)
         kind = types.get(name, {}).get(key)
         try:
-            arguments[key] = value if kind in (None, "string") else json.loads(value.lower() if kind == "boolean" else value)
+            arguments[key] = (
+                value if kind in (None, "string") else json.loads(value.lower() if kind == "boolean" else value)
+            )
         except (ValueError, RecursionError):
             return ToolCall(name, arguments, error=f"argument {key}: {value!r:.100} is no {kind}")
     if has_other or body[position:].strip():
@@ -108,7 +119,12 @@ def _nemotron_json(text: str, types: Types) -> list[ToolCall]:
     block = block.strip()
     entries = json.loads(f"{'' if block.startswith('[') else '['}{block}{'' if block.endswith(']') else ']'}")
     good = [entry for entry in entries if isinstance(entry, dict) and {"name", "arguments"} <= entry.keys()]
-    return _json_calls([{**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one for one in good])
+    return _json_calls(
+        [
+            {**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one
+            for one in good
+        ]
+    )
 
 
 def _llama_json(text: str, types: Types) -> list[ToolCall]:

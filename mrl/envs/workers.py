@@ -21,7 +21,10 @@ def usable_cores() -> int:
 
 def environments_of(config: RunConfig) -> tuple[str, ...]:
     """Environments that share a node's cores: the user's and the data sets'. Rows may name others, given as much."""
-    env, named = config.env, dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
+    env, named = (
+        config.env,
+        dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values()),
+    )
     elsewhere = {*BUILT_IN} - {SERVERS[server] for server in env.gym_servers or SERVERS if env.embeds(server)}
     of_gym = [name for name in environment_names(env) if name not in elsewhere]
     names = [name for asked in named for name in (of_gym if asked == NEMO_GYM else (asked,))]
@@ -44,7 +47,10 @@ def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
     """
     if num_cores is None:
         asked_for = [f"{name} {_asked(name, config) or 'its share of the cores'}" for name in environments_of(config)]
-        return f"one actor; workers on each node, whose cores are not known here: {', '.join(asked_for) or 'none, agents give all rewards'}"
+        return (
+            "one actor; workers on each node, whose cores are not known here: "
+            f"{', '.join(asked_for) or 'none, agents give all rewards'}"
+        )
     workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
     children = ", ".join(f"{name} {num}" for name, num in workers.items()) or "none, agents give all rewards"
     text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {children}"
@@ -52,7 +58,10 @@ def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
         asked = _asked(name, config)
         if asked is not None and asked > given:
             key = f"env.{name}.num_workers={_section(name, config.env).num_workers}"
-            text += f"; {key} asks for {asked} on a node, which has no cores for more than {given}: use more nodes, or null for all cores"
+            text += (
+                f"; {key} asks for {asked} on a node, which has no cores for more than {given}: use more "
+                "nodes, or null for all cores"
+            )
     return text
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Office tools, after WorkBench (arXiv:2405.00823): e-mail, calendar, web site visits, tasks, customers, a directory.
 
-Over several turns the model must bring the office into the state that the right calls lead to. The state is plain: records in tables; a
-tool is a function of the state and its arguments. No state survives a turn: the grader replays the whole conversation, so that any child
-can judge any turn. Runs in `mrl.envs.child`.
+Over several turns the model must bring the office into the state that the right calls lead to. The state is plain:
+records in tables; a tool is a function of the state and its arguments. No state survives a turn: the grader replays the
+whole conversation, so that any child can judge any turn. Runs in `mrl.envs.child`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ TIME_CHARACTERS, DAY_CHARACTERS = 19, 10
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "emails": ("email_id", "inbox/outbox", "sender/recipient", "subject", "sent_datetime", "body"),
     "events": ("event_id", "event_name", "participant_email", "event_start", "duration"),
-    "visits": ("visitor_id", "date_of_visit", "page_views", "session_duration_seconds", "traffic_source", "user_engaged"),
+    "visits": (
+        "visitor_id",
+        "date_of_visit",
+        "page_views",
+        "session_duration_seconds",
+        "traffic_source",
+        "user_engaged",
+    ),
     "tasks": ("task_id", "task_name", "assigned_to_email", "list_name", "due_date", "board"),
     "customers": (
         *("customer_id", "assigned_to_email", "customer_name", "customer_email", "customer_phone", "last_contact_date"),
@@ -96,7 +103,8 @@ class Office:
             unknown += [f"{name}.{key}" for row in tables[name] for key in row if key not in FIELDS[name]]
         if unknown:
             raise ValueError(
-                f"tables of the office are {', '.join(FIELDS)}, with fields as in mrl/envs/workplace_assistant.py; not {unknown[:5]}"
+                f"tables of the office are {', '.join(FIELDS)}, with fields as in mrl/envs/workplace_assistant.py; "
+                f"not {unknown[:5]}"
             )
         return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS})
 
@@ -119,7 +127,13 @@ class Office:
                 values = (row.get(key) for key in FIELDS[name])
                 texts = (value if isinstance(value, str) and value else None for value in values)
                 state.append(
-                    [name, *(text if text is None or key in CASED else text.lower() for key, text in zip(FIELDS[name], texts, strict=True))]
+                    [
+                        name,
+                        *(
+                            text if text is None or key in CASED else text.lower()
+                            for key, text in zip(FIELDS[name], texts, strict=True)
+                        ),
+                    ]
                 )
         return state
 
@@ -131,7 +145,10 @@ class Office:
                 allowed = tuple({str(row.get(key)).lower() for row in self.tables[table]})
                 value = str(value).lower()
             if not value or (allowed and value not in allowed):
-                raise ToolError(f"{key}={value!r:.100} is empty or none of {', '.join(map(str, allowed)) or 'the texts that it takes'}")
+                raise ToolError(
+                    f"{key}={value!r:.100} is empty or none of "
+                    f"{', '.join(map(str, allowed)) or 'the texts that it takes'}"
+                )
             try:
                 if key == "event_start":
                     datetime.fromisoformat(str(value))
@@ -182,7 +199,9 @@ def delete(table: str, office: Office, /, **named: object) -> object:
     return "deleted"
 
 
-def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], office: Office, /, **named: object) -> object:
+def create(
+    table: str, needed: tuple[str, ...], optional: tuple[str, ...], office: Office, /, **named: object
+) -> object:
     missing, unknown = [key for key in needed if key not in named], named.keys() - {*needed, *optional}
     if missing or unknown:
         raise ToolError(f"arguments missing: {missing}, not known: {sorted(unknown)}")
@@ -192,7 +211,11 @@ def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], offic
 
 
 def find_address(office: Office, /, name: str = "") -> object:
-    return [row["email_address"] for row in office.tables["directory"] if name.lower() in str(row.get("email_address", "")).lower()]
+    return [
+        row["email_address"]
+        for row in office.tables["directory"]
+        if name.lower() in str(row.get("email_address", "")).lower()
+    ]
 
 
 def send_email(office: Office, /, recipient: str, subject: str, body: str) -> object:
@@ -214,7 +237,9 @@ def reply_email(office: Office, /, email_id: str, body: str) -> object:
 
 def search_emails(office: Office, /, date_min: object = None, date_max: object = None, **query: object) -> object:
     """E-mails with all words of a query, newest first."""
-    rows = [row for row in office.tables["emails"] if _between(row, "sent_datetime", date_min, date_max, DAY_CHARACTERS)]
+    rows = [
+        row for row in office.tables["emails"] if _between(row, "sent_datetime", date_min, date_max, DAY_CHARACTERS)
+    ]
     rows.sort(key=lambda row: str(row.get("sent_datetime", "")), reverse=True)
     return _with_words(rows, ("subject", "body", "sender/recipient"), **query)
 
@@ -253,7 +278,9 @@ def count_visits(
 
 
 def count_sources(office: Office, /, traffic_source: str = "", **times: object) -> object:
-    return count_visits(lambda row: float(traffic_source in ("", str(row.get("traffic_source")))), False, office, **times)
+    return count_visits(
+        lambda row: float(traffic_source in ("", str(row.get("traffic_source")))), False, office, **times
+    )
 
 
 def _search(office: Office, table: str, named: Mapping[str, object], dates: tuple[str, ...]) -> list[Record]:
@@ -284,7 +311,9 @@ def _with_words(
 ) -> list[Record]:
     words = str(query).lower().split()
     texts = [" ".join(str(row.get(field, "")) for field in fields).lower() for row in rows]
-    return _page([row for row, text in zip(rows, texts, strict=True) if all(word in text for word in words)], page, page_size)
+    return _page(
+        [row for row, text in zip(rows, texts, strict=True) if all(word in text for word in words)], page, page_size
+    )
 
 
 def _between(row: Record, field: str, low: object, high: object, length: int) -> bool:
@@ -306,15 +335,21 @@ TOOLS: Mapping[str, Tool] = {
     "email_reply_email": reply_email,
     "calendar_get_event_information_by_id": partial(get, "events"),
     "calendar_search_events": search_events,
-    "calendar_create_event": partial(create, "events", ("event_name", "participant_email", "event_start", "duration"), ()),
+    "calendar_create_event": partial(
+        create, "events", ("event_name", "participant_email", "event_start", "duration"), ()
+    ),
     "calendar_delete_event": partial(delete, "events"),
     "calendar_update_event": partial(update, "events"),
     "analytics_get_visitor_information_by_id": visits_of,
     "analytics_create_plot": partial(create, "plots", FIELDS["plots"][1:], ()),
     "analytics_total_visits_count": partial(count_visits, lambda row: 1.0, False),
-    "analytics_engaged_users_count": partial(count_visits, lambda row: float(str(row.get("user_engaged")).lower() in ("true", "1")), False),
+    "analytics_engaged_users_count": partial(
+        count_visits, lambda row: float(str(row.get("user_engaged")).lower() in ("true", "1")), False
+    ),
     "analytics_traffic_source_count": count_sources,
-    "analytics_get_average_session_duration": partial(count_visits, lambda row: float(str(row.get("session_duration_seconds") or 0)), True),
+    "analytics_get_average_session_duration": partial(
+        count_visits, lambda row: float(str(row.get("session_duration_seconds") or 0)), True
+    ),
     f"{_PROJECTS}_get_task_information_by_id": partial(get, "tasks"),
     f"{_PROJECTS}_search_tasks": search_tasks,
     f"{_PROJECTS}_create_task": partial(create, "tasks", FIELDS["tasks"][1:], ()),
@@ -350,7 +385,9 @@ def load_tables(path: Path) -> Tables:
     for name, file in CSV_FILES.items():
         if (path / file).is_file():
             with (path / file).open(encoding="utf-8", newline="") as lines:
-                tables[name] = [dict(row) for row in csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None)]
+                tables[name] = [
+                    dict(row) for row in csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None)
+                ]
     if not tables:
         raise ValueError(f"{path} has none of {', '.join(CSV_FILES.values())}")
     return tables
@@ -373,8 +410,8 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
             right.call(str(call.get("name")), json.loads(arguments) if isinstance(arguments, str) else arguments or {})
     except ToolError as error:
         raise RowFault(
-            f"tables or ground_truth: ground_truth cannot be carried out: {error}; give the records it is about in the row's `tables` "
-            "or in env.workplace_assistant.tables_path"
+            f"tables or ground_truth: ground_truth cannot be carried out: {error}; give the records it is about in "
+            "the row's `tables` or in env.workplace_assistant.tables_path"
         ) from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise RowFault(f"tables or ground_truth: {error}") from error

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a Kubernetes Indexed Job: one pod per node, each with all GPUs of its node, the head found by a headless service."""
+"""A run as a Kubernetes Indexed Job: one pod per node, each with all GPUs of its node, the head found by a headless
+service.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ EFA_NETWORK = {
     "RDMAV_FORK_SAFE": "1",
 }
 
-# Nodes look for the head before it is ready. Workers of large images take minutes to import their libraries. Memory of the
-# network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who can read
-# neither the mounted token nor most claims.
+# Nodes look for the head before it is ready. Workers of large images take minutes to import their libraries. Memory of
+# the network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who
+# can read neither the mounted token nor most claims.
 MANIFEST = """
 apiVersion: v1
 kind: Service
@@ -115,8 +117,8 @@ class KubernetesJob:
         last_pod = f"{self.name}-{self.num_nodes - 1}"
         if not NAME.fullmatch(self.name) or len(last_pod) > MAX_NAME:
             raise ValueError(
-                f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter first, "
-                f"and at most {MAX_NAME} in all"
+                f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter "
+                f"first, and at most {MAX_NAME} in all"
             )
         for option, size in (("--memory", self.memory), ("--shm", self.shared_memory)):
             if not SIZE.fullmatch(size):
@@ -131,16 +133,23 @@ def in_bytes(size: str) -> float:
 
 
 def render(job: KubernetesJob) -> str:
-    """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
+    """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they
+    need.
+    """
     places = {"hub": f"{job.mount_path}/huggingface", "datasets": f"{job.mount_path}/huggingface/datasets"}
     names = {"head": f"{job.name}-0.{job.name}", "join_secret": f"{job.name}-ray", "hub_secret": f"{job.name}-hf"}
     node_selector = {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {}
     # JSON is YAML, whatever signs a value has.
-    values = {name: json.dumps(value) for name, value in (asdict(job) | places | names | {"node_selector": node_selector}).items()}
+    values = {
+        name: json.dumps(value)
+        for name, value in (asdict(job) | places | names | {"node_selector": node_selector}).items()
+    }
     values |= {"command": json.dumps(shlex.join(job.command)), "efa_variables": "", "efa_devices": ""}
     if job.num_efa:
         values["efa_devices"] = f'vpc.amazonaws.com/efa: "{job.num_efa}",'
-        values["efa_variables"] = "\n        ".join(f'- {{name: {name}, value: "{value}"}}' for name, value in EFA_NETWORK.items())
+        values["efa_variables"] = "\n        ".join(
+            f'- {{name: {name}, value: "{value}"}}' for name, value in EFA_NETWORK.items()
+        )
     manifests = yaml.safe_load_all(Template(MANIFEST).substitute(values))
     create = f"kubectl -n {job.namespace} create secret generic"
     head = (

@@ -64,7 +64,9 @@ def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:
         "error": f"{job.log_folder}/slurm-%j.out",
     }
     if job.gpus_per_node:
-        options |= {"gres": f"gpu:{job.gpus_per_node}"} if job.is_gres_site else {"gpus-per-node": str(job.gpus_per_node)}
+        options |= (
+            {"gres": f"gpu:{job.gpus_per_node}"} if job.is_gres_site else {"gpus-per-node": str(job.gpus_per_node)}
+        )
     command = ["sbatch", *(f"--{name}={value}" for name, value in options.items() if value is not None), str(script)]
     return command, {name: value for name, value in variables.items() if value is not None}
 
@@ -73,4 +75,6 @@ def render(job: SlurmJob) -> str:
     """A shell script that submits the job."""
     command, variables = submission(job)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join(["#!/usr/bin/env bash", f"mkdir -p {shlex.quote(str(job.log_folder))}", *exports, shlex.join(command), ""])
+    return "\n".join(
+        ["#!/usr/bin/env bash", f"mkdir -p {shlex.quote(str(job.log_folder))}", *exports, shlex.join(command), ""]
+    )

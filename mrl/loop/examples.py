@@ -45,7 +45,9 @@ class ExampleSupplier:
     def take(self, state: RunState, step: Step) -> list[Batch]:
         examples, config = self.data.train, self.config
         batch_size, seed, shuffle = config.policy.train_global_batch_size, config.training.seed, config.data.shuffle
-        picked = prompts_of_step(state.step, prompts_per_step=batch_size, num_prompts=len(examples), seed=seed, shuffle=shuffle)
+        picked = prompts_of_step(
+            state.step, prompts_per_step=batch_size, num_prompts=len(examples), seed=seed, shuffle=shuffle
+        )
         step.trained = [(epoch, examples[index].example_id) for epoch, index in picked]
         self.folder.ledger.take(step.number, step.trained)
         return [self._batch([examples[index] for _, index in picked], config.policy)]
@@ -74,7 +76,9 @@ class ExampleSupplier:
         means = {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in parts[0][1]}
         if not config.learns_pairs:
             means = {"val_loss": means["loss"], "perplexity": perplexity(means["loss"])}
-        logger.info("[Validate] step %d: %s", state.step, ", ".join(f"{name}={value:.4f}" for name, value in means.items()))
+        logger.info(
+            "[Validate] step %d: %s", state.step, ", ".join(f"{name}={value:.4f}" for name, value in means.items())
+        )
         prefix = "val/validation-default_" if config.learns_pairs else "val/"
         return {f"{prefix}{name}": value for name, value in means.items()}
 

@@ -78,7 +78,9 @@ def reviver(kept: KeptRollouts | None) -> Revive:
         version, payloads = kept.version_of(group), iter(put_items(group.rollouts))
         asked = AskedGroup(epoch, prompt, len(group.infos), version, is_kept=True)
         for index, info in enumerate(group.infos):
-            asked.infos[index] = replace(with_payloads(info, [next(payloads) for _ in info.sequences]), weight_version=version)
+            asked.infos[index] = replace(
+                with_payloads(info, [next(payloads) for _ in info.sequences]), weight_version=version
+            )
         asked.verdicts = dict(enumerate(group.verdicts))
         return asked
 

@@ -40,7 +40,9 @@ class Critic:
     def judge(self, batches: Sequence[Batch]) -> JudgedStep:
         """Makes the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
-        own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
+        own = make_batches(
+            list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic")
+        )
         self.session.enter("value")
         group.set_batches(own)
         return JudgedStep(own, group.call_on_tokens("compute_values", own))
@@ -52,14 +54,21 @@ class Critic:
         self.session.enter("train_value")
         group.call_on_tokens("set_returns", judged.batches, returns)
         indices = range(len(judged.batches))
-        updates = [group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices]
-        last = [{name.removeprefix("train/"): value for name, value in update.items()} for update in updates[-len(judged.batches) :]]
+        updates = [
+            group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices
+        ]
+        last = [
+            {name.removeprefix("train/"): value for name, value in update.items()}
+            for update in updates[-len(judged.batches) :]
+        ]
         learned = metrics_of_passes(updates, len(judged.batches)) | {"train/explained_var": explained_variance(last)}
         advantages = metrics_of_updates(self.session.policies.call(PolicyVerbs.batch_metrics)[0])
         return advantages | {name.replace("train/", "train/critic/", 1): value for name, value in learned.items()}
 
 
-def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None) -> dict[str, float]:
+def learn(
+    session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None
+) -> dict[str, float]:
     """Makes the ranks compute logprobs, then take an optimizer step on each batch of `step`; returns the metrics."""
     policies = session.policies
     judged = critic.judge(batches) if critic is not None else None
@@ -74,7 +83,11 @@ def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: i
         metrics |= critic.learn(judged, batches)
     if config.trains_policy(step):
         session.enter("train")
-        updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
+        updates = [
+            policies.call(PolicyVerbs.train_step, index)[0]
+            for _ in range(config.num_passes)
+            for index in range(len(batches))
+        ]
         metrics |= metrics_of_passes(updates, len(batches))
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     return metrics

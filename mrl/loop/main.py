@@ -61,7 +61,10 @@ def start_run(
     """
     config, started = training.config, time.monotonic()
     first_step = checkpoint.step + 1 if checkpoint is not None else 1
-    times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
+    times = {
+        "start_s": folder.measured("time/start", num_steps=1),
+        "step_s": folder.measured("time/total", num_steps=20),
+    }
     logger.info("%s", outlook(config, first_step=first_step, last_step=training.num_steps, **times))
     with (
         training.open(folder, budget) as run,
@@ -77,7 +80,9 @@ def start_run(
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs configured steps from the newest checkpoint. False if the budget ended first: the same command goes on."""
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
-    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(training.config.rollouts, checkpoint.state().metrics)):
+    while checkpoint is not None and (
+        checkpoint.step >= last_step or is_good_enough(training.config.rollouts, checkpoint.state().metrics)
+    ):
         # No rank will load it, and look at its shards.
         damage = find_damage(checkpoint.folder)
         if damage is None:
@@ -99,7 +104,9 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
-        return check.check_run(options.name, options.words, strict=options.strict, secrets=options.secrets, as_json=options.json)
+        return check.check_run(
+            options.name, options.words, strict=options.strict, secrets=options.secrets, as_json=options.json
+        )
     try:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words, secrets=options.secrets)
@@ -127,15 +134,25 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except SaveFailed as error:
         note_traceback(error, folder.log_folder / "actors")
-        logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
+        logger.error(
+            "The attempt ended: %s. Logs of the actors: %s. The same command resumes.",
+            error,
+            folder.log_folder / "actors",
+        )
         return FAILED
     except (ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
-        logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
+        logger.error(
+            "The attempt ended: %s. Logs of the actors: %s. The same command resumes.",
+            error,
+            folder.log_folder / "actors",
+        )
         return FAILED
     except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
         logs = folder.log_folder / "actors"
         note_traceback(error, logs)
-        logger.error("The attempt ended: %s. Traceback (%s) and logs of the actors: %s", reason_of(error), TRACEBACK, logs)
+        logger.error(
+            "The attempt ended: %s. Traceback (%s) and logs of the actors: %s", reason_of(error), TRACEBACK, logs
+        )
         return FAILED
     if not is_done:
         logger.info("Ended before the last step; the same command goes on")

@@ -56,13 +56,17 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
         raise ConfigError(problems)
     check_environment(config)
     local = with_local_folders(config)
-    if local.cluster.gpus_per_node and (missing := describe_missing(missing_kernels(read_model(Path(local.policy.model_name)).layers))):
+    if local.cluster.gpus_per_node and (
+        missing := describe_missing(missing_kernels(read_model(Path(local.policy.model_name)).layers))
+    ):
         logger.warning("%s", missing)
     if trains and local.cluster.gpus_per_node:
         gpu = local_gpu()
         logger.info("%s", prediction(local, gpu, local_memory() if gpu else None))
         if local.has_engines:
-            logger.info("%s", describe_engine_start(local, with_limits(local, gpu).policy.generation.vllm_cfg.max_num_seqs or 1))
+            logger.info(
+                "%s", describe_engine_start(local, with_limits(local, gpu).policy.generation.vllm_cfg.max_num_seqs or 1)
+            )
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)
     download_weights(config)

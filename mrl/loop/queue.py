@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout queue: asks for prompts in their order, as far ahead as rollouts may be old, and hands each step its groups.
+"""The rollout queue: asks for prompts in their order, as far ahead as rollouts may be old, and hands each step its
+groups.
 
 Synchronous runs, asynchronous runs and dynamic sampling are this queue with different numbers.
 """
@@ -139,12 +140,15 @@ class RolloutQueue:
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
-                masked = [f"; {count} are masked because of: {reason:.300}" for reason, count in reasons_of(sampled).most_common(1)]
+                masked = [
+                    f"; {count} are masked because of: {reason:.300}"
+                    for reason, count in reasons_of(sampled).most_common(1)
+                ]
                 raise Stopped from NoSignal(
-                    f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
-                    f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ{''.join(masked)}; use prompts that are "
-                    "sometimes solved, raise grpo.num_generations_per_prompt or grpo.batch_multiplier, or set "
-                    "grpo.use_dynamic_sampling=false"
+                    f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of "
+                    f"{plan.batch} prompts step {step} has {len(ready)} of {plan.num_prompts} groups whose rewards "
+                    f"differ{''.join(masked)}; use prompts that are sometimes solved, raise "
+                    "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
                 )
             self._fill(step, state.weight_version)
             with clock.phase("generation"):
@@ -170,7 +174,8 @@ class RolloutQueue:
         metrics = {
             "train/avg_trajectory_age": sum(ages) / len(ages),
             "train/max_trajectory_age": float(max(ages)),
-            "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
+            "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts)
+            / len(rollouts),
         }
         if plan.max_batches is not None:
             metrics |= {
@@ -195,7 +200,13 @@ class RolloutQueue:
         return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics, kept)
 
     def sample(
-        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int, clock: Clock
+        self,
+        asked: Sequence[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        num_generations: int,
+        weight_version: int,
+        clock: Clock,
     ) -> list[RolloutGroup]:
         """Groups of prompts outside the order, drawn from the engines' current weights."""
         groups = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
@@ -229,11 +240,16 @@ class RolloutQueue:
         self._ask(new, weight_version, revived)
 
     def _ask(
-        self, prompts: Sequence[tuple[int, Prompt]], weight_version: int, revived: Mapping[PromptKey, AskedGroup] = MappingProxyType({})
+        self,
+        prompts: Sequence[tuple[int, Prompt]],
+        weight_version: int,
+        revived: Mapping[PromptKey, AskedGroup] = MappingProxyType({}),
     ) -> None:
         keys = [(epoch, prompt.prompt_id) for epoch, prompt in prompts]
         wanted = [one for key, one in zip(keys, prompts, strict=True) if key not in revived]
-        groups = self._source.ask(wanted, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
+        groups = self._source.ask(
+            wanted, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version
+        )
         found = {**revived, **{group.key: group for group in groups}}
         self._asked |= {key: found[key] for key in keys}
 
@@ -250,23 +266,30 @@ class RolloutQueue:
                 wanted = wanted[:size]
             # By the next step they would be too old once more.
             last = [
-                one for one in wanted if self._num_too_old[one.key] >= MAX_TOO_OLD and weight_version - one.weight_version >= self.plan.lag
+                one
+                for one in wanted
+                if self._num_too_old[one.key] >= MAX_TOO_OLD and weight_version - one.weight_version >= self.plan.lag
             ]
             self._wait_for(last, len(last))
             self._wait_for(wanted, size)
             ready = [group for group in wanted if group.num_missing == 0]
             stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
             if not stale:
-                return sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size] if self.plan.freshest_first else ready
+                return (
+                    sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size]
+                    if self.plan.freshest_first
+                    else ready
+                )
             # Their verdicts must not meet those of the rollouts that take their place.
             self._source.judge(stale, on_tick=self._on_tick)
             self._num_regenerated += len(stale)
             self._num_too_old.update(group.key for group in stale)
             if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
                 logger.warning(
-                    "%d prompts (%s of %s and others) were sampled %d times, each time too old for its step. They are asked once more, and "
-                    "a step waits for them. They take longer than grpo.async_grpo.max_trajectory_age_steps=%d steps, or fresher ones came "
-                    "first: raise it, make them shorter (max_new_tokens, an agent's turns), or set sample_freshest_first=false",
+                    "%d prompts (%s of %s and others) were sampled %d times, each time too old for its step. They "
+                    "are asked once more, and a step waits for them. They take longer than "
+                    "grpo.async_grpo.max_trajectory_age_steps=%d steps, or fresher ones came first: raise it, make "
+                    "them shorter (max_new_tokens, an agent's turns), or set sample_freshest_first=false",
                     *(len(often), often[0].prompt_id, often[0].env_name, MAX_TOO_OLD, self.plan.lag),
                 )
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
@@ -317,9 +340,12 @@ def open_queue(
     train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
 
     def prompts() -> Iterator[tuple[int, Prompt]]:
-        # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be restored.
+        # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be
+        # restored.
         consumed, epochs = ledger.state.consumed, grpo.max_num_epochs
-        for epoch, index in prompts_left(consumed, len(train), train.id_at, num_epochs=epochs, seed=grpo.seed, shuffle=shuffle):
+        for epoch, index in prompts_left(
+            consumed, len(train), train.id_at, num_epochs=epochs, seed=grpo.seed, shuffle=shuffle
+        ):
             yield epoch, train[index]
 
     def counts(group: RolloutGroup) -> bool:
@@ -327,5 +353,13 @@ def open_queue(
 
     plan = queue_plan(config)
     return RolloutQueue(
-        plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_tick=on_tick, revive=revive
+        plan,
+        source,
+        ledger,
+        prompts(),
+        data.sampling,
+        last_step=last_step,
+        has_signal=counts,
+        on_tick=on_tick,
+        revive=revive,
     )

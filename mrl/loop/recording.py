@@ -48,7 +48,9 @@ class RecordedSequence:
     rank: int
     """-1: none has computed anything."""
     tensors: dict[str, np.ndarray]
-    """float32 by token, at the token before the one that they are of: old_logprobs, reference_logprobs, loss_mask, advantages."""
+    """float32 by token, at the token before the one that they are of: old_logprobs, reference_logprobs, loss_mask,
+    advantages.
+    """
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def record_step(
         teachers = pull_teacher(batch.sequences, timeout_s=PULL_S)
         sequences = []
         for index, (sequence, rollout, teacher) in enumerate(zip(batch.sequences, rollouts, teachers, strict=True)):
-            info = dataclasses.replace(with_payloads(sequence.rollout, [None] * len(sequence.rollout.sequences)), further=())
+            info = dataclasses.replace(
+                with_payloads(sequence.rollout, [None] * len(sequence.rollout.sequences)), further=()
+            )
             bare = dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None))
             judged = (sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             sequences.append(RecordedSequence(info, bare, *judged, teacher, *of_batch.get(index, (-1, {}))))
@@ -128,7 +132,9 @@ def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None
             raise OSError(f"{size / 1e9:.1f} GB of rollouts are more than {MAX_BYTES / 1e9:g}")
         if not record.problem:
             for old in path.parent.glob("step_*.mrl"):
-                if (number := re.fullmatch(r"step_(\d+)\.mrl", old.name)) and not record.step - keeps < int(number[1]) <= record.step:
+                if (number := re.fullmatch(r"step_(\d+)\.mrl", old.name)) and not record.step - keeps < int(
+                    number[1]
+                ) <= record.step:
                     remove_file(old)
         write_record(path, record)
     except TimeoutError:

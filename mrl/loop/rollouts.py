@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on rollouts (`algorithm: grpo` and `distillation`): batches, refits and validation from prompts, engines and rewards."""
+"""Training on rollouts (`algorithm: grpo` and `distillation`): batches, refits and validation from prompts, engines and
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class RolloutSupplier:
     def prove_weights(self) -> None:
         refit = self.session.refit
         report = refit.zero()
-        self.folder.note_refit(about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes))
+        self.folder.note_refit(
+            about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes)
+        )
         if self.config.policy.generation.compare_at_start and len(self.data.train):
             from mrl.cluster.agreement import compare_at_start  # with Ray
 
@@ -80,7 +84,11 @@ class RolloutSupplier:
         restarts = self.session.engines.book.num_restarts
         step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
         step.metrics |= rollout_metrics(
-            supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts, kept=supplied.kept
+            supplied.sampled,
+            self.config.rollouts,
+            seconds=supplied.seconds,
+            num_engine_restarts=restarts,
+            kept=supplied.kept,
         )
         if self.config.env.has_agents:
             # Dynamic sampling has left out those that it looked at.
@@ -94,7 +102,9 @@ class RolloutSupplier:
         if self.config.algorithm == "distillation":
             return sequences_to_teach(groups)
         groups = without_lone(groups, self._compared_agents(groups))
-        sequences, metrics = train_sequences(groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts)
+        sequences, metrics = train_sequences(
+            groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts
+        )
         step.metrics |= metrics
         return sequences
 
@@ -112,10 +122,16 @@ class RolloutSupplier:
                 raise Stopped from NoSignal(problem)
         if config.teachers:
             teachers = {rollout.key: group.prompt.teacher for group in step.groups for rollout in group.rollouts}
-            if missing := [sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in teachers]:
-                raise ValueError(f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known")
+            if missing := [
+                sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in teachers
+            ]:
+                raise ValueError(
+                    f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known"
+                )
             with step.clock.phase("teacher"):
-                sequences = self.session.with_teacher_outputs(sequences, [teachers[sequence.rollout.key] for sequence in sequences])
+                sequences = self.session.with_teacher_outputs(
+                    sequences, [teachers[sequence.rollout.key] for sequence in sequences]
+                )
         return make_batches(sequences, config)
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -150,13 +166,17 @@ class RolloutSupplier:
         sampling = validation_sampling(self.data.sampling, self.config.policy.generation)
         num_generations = self.config.rollouts.val_num_generations_per_prompt
         try:
-            groups = self.queue.sample(asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock())
+            groups = self.queue.sample(
+                asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock()
+            )
         except Stopped:
             return {}
         self.folder.log_samples(state.step, "validation", groups)
         metrics = validation_metrics(groups)
         what = "reward" if "val/reward" in metrics else "accuracy"
-        logger.info("[Validate] step %d: %s %.3f over %d prompts", state.step, what, metrics["val/accuracy"], len(groups))
+        logger.info(
+            "[Validate] step %d: %s %.3f over %d prompts", state.step, what, metrics["val/accuracy"], len(groups)
+        )
         return metrics
 
 
@@ -181,10 +201,22 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             open_saver(config, folder, session, kept) as saver,
         ):
             collector, ledger = session.collector, folder.ledger
-            queue = open_queue(config, data, collector, ledger, last_step=num_steps, on_tick=budget.check, revive=reviver(kept))
+            queue = open_queue(
+                config, data, collector, ledger, last_step=num_steps, on_tick=budget.check, revive=reviver(kept)
+            )
             if kept is not None:
                 kept.watch(queue.num_unjudged)
-            supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept)
-            yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
+            supplier = RolloutSupplier(
+                config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept
+            )
+            yield Run(
+                config,
+                folder,
+                supplier,
+                saver,
+                budget,
+                num_steps,
+                Critic(config, session) if config.has_critic else None,
+            )
 
     return Training(config, num_steps, data.left_out, identity, open_run)

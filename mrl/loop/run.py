@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(EOFError):
-    """The run ends before its last step, while nothing is being trained: a signal came, the prompts are used up, or its cause is raised
-    once the last step is saved."""
+    """The run ends before its last step, while nothing is being trained: a signal came, the prompts are used up, or its
+    cause is raised once the last step is saved."""
 
 
 class TooManySkipped(ValueError):
@@ -168,7 +168,9 @@ class Run(Generic[S_co]):
         ranks = self.config.profiler.ranks if step in self.config.profiler.steps else []
         self.session.policies.call(PolicyVerbs.start_profile, only=ranks)
         yield
-        problems = self.session.policies.call(PolicyVerbs.stop_profile, self.folder.log_folder / "profile", step, only=ranks)
+        problems = self.session.policies.call(
+            PolicyVerbs.stop_profile, self.folder.log_folder / "profile", step, only=ranks
+        )
         for problem in filter(None, problems.values()):
             logger.warning("A trace cannot be written, and the run goes on without it: %s", problem)
 
@@ -186,8 +188,8 @@ class Run(Generic[S_co]):
         if any(skipped):
             step.metrics[SKIPPED_IN_A_ROW] = step.num_skipped + 1
             logger.warning(
-                "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps); such steps in a row: %d of "
-                "at most policy.max_skipped_steps=%d",
+                "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps); "
+                "such steps in a row: %d of at most policy.max_skipped_steps=%d",
                 *(step.number, sum(skipped), step.num_skipped + 1, self.config.policy.max_skipped_steps),
             )
             self._record(step.number, batches, metrics, f"{sum(skipped):g} updates are skipped")
@@ -216,10 +218,14 @@ class Run(Generic[S_co]):
 
     def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
-        masked = reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
+        masked = (
+            reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
+        )
         if masked is not None:
             step.metrics[MASKED_IN_A_ROW] = step.num_masked + 1
-            logger.warning("No signal in step %d: %s. Such steps in a row: %d", step.number, masked, step.num_masked + 1)
+            logger.warning(
+                "No signal in step %d: %s. Such steps in a row: %d", step.number, masked, step.num_masked + 1
+            )
         if self.is_validation_due(step.number):
             with step.clock.phase("validation"):
                 step.metrics |= self.supplier.validate(state)
@@ -231,7 +237,9 @@ class Run(Generic[S_co]):
                 self.saver.begin(state, waits=self.is_over)
         step.metrics |= step.clock.metrics() | self.saver.take_metrics()
         if step.batches:
-            step.metrics |= performance_metrics(self.config, step.batches, step.metrics, device=self.session.policies.device)
+            step.metrics |= performance_metrics(
+                self.config, step.batches, step.metrics, device=self.session.policies.device
+            )
         self.folder.log_step(step.number, step.metrics, step.groups, step.sequences, step.tokens)
         self.check_skipped(step)
         self.check_masked(step, masked)
@@ -241,9 +249,10 @@ class Run(Generic[S_co]):
         limit, found = self.config.policy.max_skipped_steps, step.metrics.get(SKIPPED_IN_A_ROW, 0.0)
         if found >= limit and not self.is_over:
             raise Stopped from TooManySkipped(
-                f"step {step.number}: loss or gradient of {found:g} steps in a row was not finite, and updates were skipped; "
-                f"policy.max_skipped_steps={limit} ends the run: look at the batches in {self.folder.path / FOLDER}, lower "
-                "policy.megatron_cfg.optimizer.lr, go on from an earlier checkpoint, or raise that key"
+                f"step {step.number}: loss or gradient of {found:g} steps in a row was not finite, and updates "
+                f"were skipped; policy.max_skipped_steps={limit} ends the run: look at the batches in "
+                f"{self.folder.path / FOLDER}, lower policy.megatron_cfg.optimizer.lr, go on from an earlier "
+                "checkpoint, or raise that key"
             )
 
     def check_masked(self, step: Step, reason: str | None) -> None:
@@ -252,8 +261,8 @@ class Run(Generic[S_co]):
         if limit is not None and found >= min(limit, self.last_step):
             raise Stopped from NoSignal(
                 f"No signal in step {step.number}: {reason}. Nothing was learned in {found:g} steps in a row, and "
-                f"grpo.max_masked_steps={limit} ends the run: correct what the reason names ({self.folder.log_folder / 'actors'} has each "
-                "rollout's), or raise that key"
+                f"grpo.max_masked_steps={limit} ends the run: correct what the reason names "
+                f"({self.folder.log_folder / 'actors'} has each rollout's), or raise that key"
             )
 
     def report_start(self) -> None:
@@ -275,7 +284,9 @@ class Run(Generic[S_co]):
             if sequence.rollout.is_further and index == places[-1] + 1 and len(places) < MAX_SEQUENCES:
                 places.append(index)
         wanted = list(firsts.values())[:NUM_SAMPLES]
-        answers = self.session.policies.call(PolicyVerbs.token_samples, [index for places in wanted for index in places])
+        answers = self.session.policies.call(
+            PolicyVerbs.token_samples, [index for places in wanted for index in places]
+        )
         found = {index: sample for samples in answers.values() for index, sample in samples.items()}
         rollouts = {batch.sequences[places[0]].rollout.request_id: places for places in wanted}
         return {
@@ -331,7 +342,11 @@ class Budget:
     def begin(self, *, saves: bool) -> None:
         """Marks when everything is up and the first step begins. From then on a signal ends the run only at `check`."""
         self._first_step_began = time.monotonic()
-        self._listener.hold("the run saves a checkpoint and ends" if saves else "the run ends, and saves nothing (checkpointing.enabled)")
+        self._listener.hold(
+            "the run saves a checkpoint and ends"
+            if saves
+            else "the run ends, and saves nothing (checkpointing.enabled)"
+        )
 
     def count_step(self) -> None:
         """Counts a step, after its validation."""

@@ -41,7 +41,9 @@ class SaveFailed(RuntimeError):
 class CheckpointSaver:
     """Makes at most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None
+    ) -> None:
         """`kept` are rollouts of later steps, which are written before a checkpoint is published."""
         self._kept = kept
         self._is_enabled = config.checkpointing.enabled
@@ -60,13 +62,15 @@ class CheckpointSaver:
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
         """Loads `checkpoint`, or the newest whole before it, into the policy; returns the run's state, step 0 if none.
 
-        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one, and before
-        ledger and metrics are taken back to the step of the checkpoint.
+        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank
+        loads one, and before ledger and metrics are taken back to the step of the checkpoint.
         """
         policies, deadline_s = self._session.policies, self._deadline_s
         while checkpoint is not None:
             shares = {rank: (share,) for rank, share in enumerate(checkpoint.shards(policies.world_size))}
-            damage = next(filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), "")
+            damage = next(
+                filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), ""
+            )
             if not damage:
                 self._folder.resume_from(checkpoint)
                 logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, last_step)
@@ -82,7 +86,8 @@ class CheckpointSaver:
     def begin(self, state: RunState, *, waits: bool = False) -> None:
         """Publishes the save before, and begins to save `state` and the weights as now; `waits` until it is published.
 
-        A checkpoint that cannot be written is reported, and the newest one stays. SaveFailed: with `waits`, because it is the run's last.
+        A checkpoint that cannot be written is reported, and the newest one stays. SaveFailed: with `waits`, because it
+        is the run's last.
         """
         self.finish()
         self._folder.check_owner()  # a folder that was moved away is not made again
@@ -97,7 +102,9 @@ class CheckpointSaver:
             begun: list[ModelName] = []
             with self._session.saving():
                 for model, group in models.items():
-                    problem = group.call(PolicyVerbs.begin_save, checkpoint.weights_of(model), deadline_s=self._deadline_s)[0]
+                    problem = group.call(
+                        PolicyVerbs.begin_save, checkpoint.weights_of(model), deadline_s=self._deadline_s
+                    )[0]
                     if problem:
                         break
                     begun.append(model)
@@ -112,7 +119,9 @@ class CheckpointSaver:
             else:
                 self._is_awaited.clear()
                 self._under_way = under_way = Future[None]()
-                self._thread = threading.Thread(target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True
+                )
                 self._thread.start()
 
     def finish(self) -> None:
@@ -120,8 +129,11 @@ class CheckpointSaver:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._is_awaited.set()
-            # Its own waits have deadlines now: two calls of each model's ranks, and the writes of the driver. They name what they wait for.
-            under_way.result(2 * len(self._session.trained_models) * self._deadline_s + 2 * (WRITE_TIMEOUT_S + IO_TIMEOUT_S))
+            # Its own waits have deadlines now: two calls of each model's ranks, and the writes of the driver. They name
+            # what they wait for.
+            under_way.result(
+                2 * len(self._session.trained_models) * self._deadline_s + 2 * (WRITE_TIMEOUT_S + IO_TIMEOUT_S)
+            )
 
     def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
         """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
@@ -146,10 +158,16 @@ class CheckpointSaver:
         limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
         for model, group in self._session.trained_models.items():
             weights = pending.weights_of(model)
-            parts = read_written(weights) or list(group.call_behind(PolicyVerbs.finish_save, self._deadline_s, **limits).values())
+            parts = read_written(weights) or list(
+                group.call_behind(PolicyVerbs.finish_save, self._deadline_s, **limits).values()
+            )
             remove_file(weights / WRITTEN)
             problems += [parts[0].problem] if parts[0].problem else []
-            files |= {f"{weights.relative_to(pending.folder)}/{name}": one for part in parts for name, one in part.files.items()}
+            files |= {
+                f"{weights.relative_to(pending.folder)}/{name}": one
+                for part in parts
+                for name, one in part.files.items()
+            }
             hidden_s = max(hidden_s, *(part.hidden_s for part in parts))
         if problems:
             raise OSError(problems[0])
@@ -209,7 +227,9 @@ class CheckpointSaver:
 
 
 @contextmanager
-def open_saver(config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None) -> Iterator[CheckpointSaver]:
+def open_saver(
+    config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None
+) -> Iterator[CheckpointSaver]:
     """Saves checkpoints inside the `with` block. Its end waits for the save under way, also after a signal."""
     saver = CheckpointSaver(config, folder, session, kept)
     try:

@@ -40,13 +40,19 @@ class SignalWatch:
             self.num_steps = 0
             return None
         self.num_steps += 1
-        what = f"all {len(counted)} rewards are {rewards.pop()[0]:g}" if rewards else f"all {len(sequences)} rollouts are masked"
+        what = (
+            f"all {len(counted)} rewards are {rewards.pop()[0]:g}"
+            if rewards
+            else f"all {len(sequences)} rollouts are masked"
+        )
         said = f"step {step}: {what}; steps in a row without a signal: {self.num_steps}"
         if self._limit is not None and self.num_steps >= self._limit:
             way_out = "correct rows, environment or prompt, or raise that key"
             return f"{said}. grpo.max_steps_without_signal={self._limit} ends the run: {way_out}"
         if counted and self.num_steps >= NUM_EQUAL_STEPS:
-            logger.info("No signal in %s. Nothing is learned from them: look at the environment's verdicts in the report", said)
+            logger.info(
+                "No signal in %s. Nothing is learned from them: look at the environment's verdicts in the report", said
+            )
         return None
 
 
@@ -66,7 +72,9 @@ def reason_of_masks(
     if config.overlong_filtering:
         # As in `mrl.algo.advantages.train_sequences`, of those whose verdict counts.
         pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
-        reasons["grpo.overlong_filtering"] = sum(v.is_valid and rollout.finish_reason == "length" for rollout, v in pairs)
+        reasons["grpo.overlong_filtering"] = sum(
+            v.is_valid and rollout.finish_reason == "length" for rollout, v in pairs
+        )
     if (num_far := metrics.get("train/num_masked_seqs_by_logprob_error", 0.0)) > 0:
         reasons[f"grpo.seq_logprob_error_threshold={config.seq_logprob_error_threshold:g}"] = round(num_far)
     reason, count = (reasons or Counter({"no token of theirs counts": len(verdicts)})).most_common(1)[0]

@@ -41,10 +41,14 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mrl.plan", description="Predict memory, bytes and time of a run.")
-    parser.add_argument("words", nargs="+", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
+    parser.add_argument(
+        "words", nargs="+", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
+    )
     parser.add_argument("--gpu", choices=GPUS, default="h100-80g", help="the GPU of all nodes (default: %(default)s)")
     parser.add_argument(
-        "--mean-tokens", type=float, help="tokens of a mean rollout with its prompt, for the times (default: half the longest)"
+        "--mean-tokens",
+        type=float,
+        help="tokens of a mean rollout with its prompt, for the times (default: half the longest)",
     )
     parser.add_argument("--node-memory", type=float, metavar="GIB", help="host memory of a node, to compare with")
     parser.add_argument("--search", action="store_true", help="rank all layouts of trainer and engines on these GPUs")
@@ -69,7 +73,8 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         raise ConfigError(problems)
     if not config.cluster.gpus_per_node:
         raise ValueError(
-            "cluster.gpus_per_node=0: a run without GPUs shares the host's memory; set it to the GPUs of a node to plan for them"
+            "cluster.gpus_per_node=0: a run without GPUs shares the host's memory; set it to the GPUs of a node to "
+            "plan for them"
         )
     gpu, config = GPUS[options.gpu], with_config_json(config)
     if refused := problems_of(config):
@@ -80,7 +85,11 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         return 2
     node_memory = None if options.node_memory is None else options.node_memory * GIB
     plan = make_plan(config, gpu, mean_tokens=options.mean_tokens, node_memory=node_memory)
-    found = search_layouts(config, gpu, plan.refit, mean_tokens=options.mean_tokens) if options.search or plan.misfit else None
+    found = (
+        search_layouts(config, gpu, plan.refit, mean_tokens=options.mean_tokens)
+        if options.search or plan.misfit
+        else None
+    )
     lines = describe(plan)
     if plan.misfit:
         rows = describe_longest(config, plan.model, gpu)
@@ -88,9 +97,13 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     if plan.host_misfit:
         lines.append(f"Does not fit: {plan.host_misfit}")
     if found and plan.misfit:
-        lines += describe_candidates("Nearest layouts that fit:" if found.best else "No layout fits on these GPUs", nearest(found))
+        lines += describe_candidates(
+            "Nearest layouts that fit:" if found.best else "No layout fits on these GPUs", nearest(found)
+        )
     if found and options.search:
-        lines += describe_candidates(f"Layouts: {len(found.best)} of {found.num_tried} fit, fastest first", found.best[:NUM_BEST])
+        lines += describe_candidates(
+            f"Layouts: {len(found.best)} of {found.num_tried} fit, fastest first", found.best[:NUM_BEST]
+        )
         lines += [f"  {number:6} not: {reason}" for reason, number in found.refused.most_common()]
     if options.json:
         print(json.dumps(as_data(plan, found), indent=1))

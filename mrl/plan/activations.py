@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes Transformer Engine kernels keep of a packed row for the backward pass, by layer kind and recomputed modules.
 
-Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of its parts, so that a
-decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
+Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of
+its parts, so that a decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ RECOMPUTED = {
 def part_bytes(shape: ModelSizes, letter: str, row: Row) -> dict[str, float]:
     """Bytes of every tensor that a part of a layer keeps, by name, if nothing is recomputed."""
     stream = BF16 * row.sharded_tokens * shape.hidden
-    tensors = {"input": stream, "norm": stream} | {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}[letter](shape, row)
+    tensors = {"input": stream, "norm": stream} | {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}[letter](
+        shape, row
+    )
     if row.hidden_dropout:
         tensors["dropout"] = row.sharded_tokens * shape.hidden
     return tensors
@@ -64,14 +66,25 @@ def kept_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     if "full" in row.recompute:
         return BF16 * row.sharded_tokens * shape.hidden
     left_out = row.offloaded.union(*(RECOMPUTED.get(module, ()) for module in row.recompute))
-    return sum(size for letter in layer for name, size in part_bytes(shape, letter, row).items() if f"{letter}.{name}" not in left_out)
+    return sum(
+        size
+        for letter in layer
+        for name, size in part_bytes(shape, letter, row).items()
+        if f"{letter}.{name}" not in left_out
+    )
 
 
 def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
-    """Estimates a layer's backward pass beyond kept tensors: recomputed and fetched values, its widest part's gradients."""
+    """Estimates a layer's backward pass beyond kept tensors: recomputed and fetched values, its widest part's
+    gradients.
+    """
     parts = [part_bytes(shape, letter, row) for letter in layer]
     again = sum(sum(tensors.values()) for tensors in parts) - kept_bytes(shape, layer, row)
-    return again + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts) + parts[0]["input"]
+    return (
+        again
+        + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts)
+        + parts[0]["input"]
+    )
 
 
 _WIDE = ("scores", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
@@ -86,7 +99,10 @@ def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
         # With more tensor-parallel ranks than key heads, each holds a part of a head and computes with the whole.
         kv_heads = max(1.0, shape.kv_heads / row.tp)
         width = shape.head_dim
-        return tensors | {"qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width, "core": BF16 * row.tokens * heads * width}
+        return tensors | {
+            "qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width,
+            "core": BF16 * row.tokens * heads * width,
+        }
     down = 2 * (mla.query_rank + mla.kv_rank) + mla.rotary
     return tensors | {
         "down": BF16 * row.sharded_tokens * down,

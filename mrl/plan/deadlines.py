@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time limits of start, train step and checkpoint: values of section `deadlines`, else by bytes, tokens, nodes, GPUs.
 
-Imports neither Ray nor torch, as `--check` prints them. Rates are pessimistic: a deadline is for hangs, not for slow work.
+Imports neither Ray nor torch, as `--check` prints them. Rates are pessimistic: a deadline is for hangs, not for slow
+work.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def start_deadline(config: RunConfig) -> Deadline:
 def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
     """Describes the longest part of starting engines that sample `num_seqs` rollouts at once; "" without GPU or engine.
 
-    vLLM captures graphs for 1, 2, 4, each 8 up to 256 and each 16 up to twice that number, 512 at most, and a few more with speculation or
-    on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took more than 60 s for a tiny model.
+    vLLM captures graphs for 1, 2, 4, each 8 up to 256 and each 16 up to twice that number, 512 at most, and a few more
+    with speculation or on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took more
+    than 60 s for a tiny model.
     """
     vllm = config.policy.generation.vllm_cfg
     if not (config.has_engines and config.cluster.gpus_per_node):
@@ -89,8 +91,8 @@ def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
     most = min(512, 2 * num_seqs)
     sizes = given or [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if size <= most]
     return (
-        f"Engines compile the model and capture CUDA graphs of about {len(sizes)} batch sizes: minutes at the first start, less later, as "
-        "compiled code is kept (no start is measured to its end yet)"
+        f"Engines compile the model and capture CUDA graphs of about {len(sizes)} batch sizes: minutes at the "
+        "first start, less later, as compiled code is kept (no start is measured to its end yet)"
     )
 
 
@@ -114,7 +116,9 @@ def _train_deadline(config: RunConfig) -> Deadline:
         read_model(Path(policy.model_name))
         cost = sequence_cost(policy.model_name, config.mtp_steps)
         compute_s = num_sequences * (cost.of(length) + cost.scan_per_token * length) / (ranks * flops)
-        parts[f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"] = compute_s
+        parts[
+            f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"
+        ] = compute_s
     except ValueError:
         rest = f"; the time to compute is added once {policy.model_name} is here"
     return _deadline("train", config.deadlines.train_s, parts, rest)

@@ -43,8 +43,12 @@ def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:
     return 2 * max(1, shape.kv_heads // tp) * shape.head_dim * element_bytes
 
 
-def state_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
-    """Mamba layer state of a sequence on a worker: the convolution input's end, also for proposed tokens, and scan's."""
+def state_bytes(
+    shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0
+) -> int:
+    """Mamba layer state of a sequence on a worker: the convolution input's end, also for proposed tokens, and
+    scan's.
+    """
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
     channels = shape.mamba_inner // tp + 2 * groups * shape.mamba_state
     scan = shape.mamba_heads // tp * shape.mamba_head_dim * shape.mamba_state
@@ -65,30 +69,37 @@ def cache_layout(
 ) -> CacheLayout:
     """The layout of a model's cache on a worker, with a drafter of layers with these letters.
 
-    Groups are those of the whole model, and vLLM spreads the layers of each over `pp` stages: a worker's block has its part of a group.
-    A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of its last whole block and of the end
-    of its prompt (`MambaSpec.max_memory_usage_bytes` of vllm/v1/kv_cache_interface.py).
+    Groups are those of the whole model, and vLLM spreads the layers of each over `pp` stages: a worker's block has its
+    part of a group. A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of
+    its last whole block and of the end of its prompt (`MambaSpec.max_memory_usage_bytes` of
+    vllm/v1/kv_cache_interface.py).
     """
     letters = "".join(shape.layers) + drafter
     attention, mamba = letters.count("*"), letters.count("M")
     per_token = token_bytes(shape, tp, element_bytes)
     if not mamba:
         return CacheLayout(kernel_block, kernel_block * per_token * -(-attention // pp), 1, 0, 0)
-    page, states = state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed), 1 + num_proposed + (2 if shares_prefixes else 0)
+    page, states = (
+        state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed),
+        1 + num_proposed + (2 if shares_prefixes else 0),
+    )
     if not attention:
         return CacheLayout(1, page * -(-mamba // pp), 0, 1, states)
     # Both kinds of blocks have one size: attention blocks grow to a state's size, and states are padded to theirs.
     block = kernel_block * math.ceil(page / (kernel_block * per_token))
     fewest, most = sorted((attention, mamba))
     group = most if most < 1.5 * fewest else fewest
-    return CacheLayout(block, block * per_token * -(-group // pp), math.ceil(attention / group), math.ceil(mamba / group), states)
+    return CacheLayout(
+        block, block * per_token * -(-group // pp), math.ceil(attention / group), math.ceil(mamba / group), states
+    )
 
 
 def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int, ep: int = 1, num_groups: int = 1) -> float:
     """Estimates a forward pass of `batched_tokens`, beyond weights, cache. Several groups gather tokens, sum results.
 
-    Experts work in two buffers, each as wide as what goes in or comes out, for all tokens that were gathered, whoever holds their experts
-    (`TritonExperts.workspace_shapes` of vllm/model_executor/layers/fused_moe/experts/triton_moe.py).
+    Experts work in two buffers, each as wide as what goes in or comes out, for all tokens that were gathered, whoever
+    holds their experts (`TritonExperts.workspace_shapes` of
+    vllm/model_executor/layers/fused_moe/experts/triton_moe.py).
     """
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:

@@ -29,7 +29,10 @@ class PlanModel:
     """A model of config.json, with values computed once, and the other models that policy ranks hold."""
 
     def __init__(
-        self, hf_config: Mapping[str, object], beside: Mapping[ModelName, PlanModel] = MappingProxyType({}), folder: Path | None = None
+        self,
+        hf_config: Mapping[str, object],
+        beside: Mapping[ModelName, PlanModel] = MappingProxyType({}),
+        folder: Path | None = None,
     ) -> None:
         self.hf_config = hf_config
         self.folder = folder
@@ -53,14 +56,18 @@ class PlanModel:
         return {"policy": self, **self.beside}
 
     def _adapted_elements(self, target_modules: tuple[str, ...], exclude_modules: tuple[str, ...]) -> ModelElements:
-        layers = adapted_layers(self.family, self.hf_config, target_modules=target_modules, exclude_modules=exclude_modules)
+        layers = adapted_layers(
+            self.family, self.hf_config, target_modules=target_modules, exclude_modules=exclude_modules
+        )
         return ModelElements(adapted_weights(self.family.model(self.hf_config, None), layers))
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
         """Weights of an engine's worker with the most; the first of each stage, or of all groups, has most experts."""
         workers = range(0, parallel.tp * parallel.pp, parallel.tp)
         layouts = (self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in workers)
-        return max(sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values()) for layout in layouts)
+        return max(
+            sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values()) for layout in layouts
+        )
 
 
 def read_model(config: RunConfig) -> PlanModel:
@@ -68,7 +75,9 @@ def read_model(config: RunConfig) -> PlanModel:
     return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
 
 
-def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, PlanModel] = MappingProxyType({})) -> PlanModel:
+def _read(
+    config: RunConfig, model: ModelName, beside: Mapping[ModelName, PlanModel] = MappingProxyType({})
+) -> PlanModel:
     section = config.of_model(model).policy
     try:
         folder = model_folder(section.model_name, with_weights=False).resolve()
@@ -84,7 +93,9 @@ def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE
     fills = packing if packing.enabled else dynamic
     tokens = fills.train_mb_tokens if is_training else fills.logprob_mb_tokens
     if not fills.enabled:
-        tokens = policy.max_total_sequence_length * (policy.train_micro_batch_size if is_training else policy.logprob_batch_size)
+        tokens = policy.max_total_sequence_length * (
+            policy.train_micro_batch_size if is_training else policy.logprob_batch_size
+        )
     # A row of pairs holds as many tokens of each kind of answer.
     tokens *= 2 if config.learns_pairs else 1
     recompute = frozenset[str]()

@@ -24,7 +24,9 @@ class Gpu:
     link: float
     """Bytes a second to another GPU of the node, one way."""
     network: float
-    """Bytes a second to another node, one way: a network card of 400 Gbit/s for each GPU, of 200 Gbit/s with an A100."""
+    """Bytes a second to another node, one way: a network card of 400 Gbit/s for each GPU, of 200 Gbit/s with
+    an A100.
+    """
 
     @property
     def memory(self) -> float:
@@ -70,7 +72,9 @@ def local_memory() -> float:
     """Host memory that processes here may take: this host's, or the limit of the container."""
     limit = Path("/sys/fs/cgroup/memory.max")
     given = limit.read_text().strip() if limit.is_file() else "max"
-    return min(float("inf" if given == "max" else given), float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    return min(
+        float("inf" if given == "max" else given), float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    )
 
 
 def local_gpu() -> Gpu | None:

@@ -24,7 +24,9 @@ _STEP_TOKENS = 256
 def section_at_work(config: RunConfig, phase: Phase) -> str:
     """Section of the model that computes in a phase."""
     # Several teachers have the policy's values.
-    return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(WORKERS.get(phase, "policy"), "policy")
+    return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(
+        WORKERS.get(phase, "policy"), "policy"
+    )
 
 
 def with_least_rows(config: RunConfig) -> RunConfig:
@@ -37,9 +39,13 @@ def with_least_rows(config: RunConfig) -> RunConfig:
 
 
 def describe_longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> str | None:
-    """Describes the longest rows that fit and the keys that decide, if the longest do not fit; None if all or none fit."""
+    """Describes the longest rows that fit and the keys that decide, if the longest do not fit; None if all or
+    none fit.
+    """
     ranks, _ = all_ranks(config, model, gpu)
-    phases: dict[Phase, float] = {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases}
+    phases: dict[Phase, float] = {
+        phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases
+    }
     too_large: list[Phase] = [phase for phase, size in phases.items() if size > gpu.memory]
     longest = _longest(config, model, gpu) if too_large else 0
     if not longest:
@@ -61,7 +67,13 @@ def _key(config: RunConfig, phase: Phase) -> str:
 
 def _filling(section: Section) -> str:
     """Names the number of tokens up to which rows are filled; "" where rows are padded to their longest sequence."""
-    return "sequence_packing" if section.sequence_packing.enabled else "dynamic_batching" if section.dynamic_batching.enabled else ""
+    return (
+        "sequence_packing"
+        if section.sequence_packing.enabled
+        else "dynamic_batching"
+        if section.dynamic_batching.enabled
+        else ""
+    )
 
 
 def _in_each_section(config: RunConfig, change: Callable[[Section], Section]) -> RunConfig:

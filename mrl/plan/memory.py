@@ -21,7 +21,8 @@ from mrl.plan.hardware import GIB, Gpu
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
 from mrl.plan.states import PINNED_ROUNDING, States, state_bytes
 
-# Outside of torch's allocator: CUDA context, NCCL's buffers, cuDNN. Cards of Megatron-Bridge keep 3 to 6 GB of 80 GB free.
+# Outside of torch's allocator: CUDA context, NCCL's buffers, cuDNN. Cards of Megatron-Bridge keep 3 to 6 GB of 80 GB
+# free.
 POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
 # vLLM's memory outside of torch: 1.34 GiB with a model of 35 billion parameters (vLLM issue 50722).
 GRAPHS = 1.34 * GIB
@@ -55,7 +56,9 @@ class EngineMemory:
     layout: CacheLayout
     limits: EngineLimits
     share: float
-    """Share of the GPU that all this takes: `gpu_memory_utilization`, or what a policy beside it leaves, if that is less."""
+    """Share of the GPU that all this takes: `gpu_memory_utilization`, or what a policy beside it leaves, if that is
+    less.
+    """
 
     def concurrency(self, tokens: int) -> float:
         """Sequences of that many tokens whose cache fits at once."""
@@ -81,10 +84,10 @@ class RankMemory:
 def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu, *, beside: float | None = None) -> EngineMemory:
     """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
 
-    The policy's weights stay on a shared GPU, so there the engine takes no more than they leave. `beside` are the bytes that it has to
-    leave; None stands for `beside_engine`.
-    Limits that the config leaves open leave room for the longest sequence by shorter steps, and let in no more sequences than the cache
-    has first blocks and states for.
+    The policy's weights stay on a shared GPU, so there the engine takes no more than they leave. `beside` are the bytes
+    that it has to leave; None stands for `beside_engine`.
+    Limits that the config leaves open leave room for the longest sequence by shorter steps, and let in no more
+    sequences than the cache has first blocks and states for.
     """
     vllm, limits = config.policy.generation.vllm_cfg, config.engine_limits
     left = gpu.memory - (beside_engine(config, model) if beside is None else beside)
@@ -120,8 +123,15 @@ def describe_limits(config: RunConfig, gpu: Gpu | None) -> str:
     vllm = with_limits(config, gpu if config.cluster.gpus_per_node else None).policy.generation.vllm_cfg
     each = " in each group" if vllm.num_groups > 1 else ""
     asked, given = config.policy.generation.vllm_cfg.gpu_memory_utilization, vllm.gpu_memory_utilization
-    less = f", in {given:.2f} of a GPU and not {asked:g}, which the policy's weights beside them leave" if given < asked else ""
-    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens{each}{less}"
+    less = (
+        f", in {given:.2f} of a GPU and not {asked:g}, which the policy's weights beside them leave"
+        if given < asked
+        else ""
+    )
+    return (
+        f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} "
+        f"tokens{each}{less}"
+    )
 
 
 def beside_engine(config: RunConfig, model: PlanModel) -> float:
@@ -152,7 +162,9 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     weights = model.engine_bytes(generation.parallel, vllm.precision)
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
     measured, all_rows = (limits.num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
-    passing = forward_bytes(shape, tp, batched_tokens=limits.num_tokens, ep=vllm.expert_parallel_size, num_groups=vllm.num_groups)
+    passing = forward_bytes(
+        shape, tp, batched_tokens=limits.num_tokens, ep=vllm.expert_parallel_size, num_groups=vllm.num_groups
+    )
     activations = passing + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     unmeasured = sampler_bytes(shape, all_rows - measured)
@@ -172,27 +184,41 @@ class Work:
     train: Parts
 
 
-def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
+def work_of(
+    config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE
+) -> Work:
     """Memory of a rank of this role's model at a pipeline stage; `config` has it as `policy` (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
-    parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
+    parallel, is_last, chunk_tokens = (
+        megatron.parallel,
+        pp_rank == megatron.parallel.pp - 1,
+        config.policy.output_chunk_tokens,
+    )
     states = stage_states(config, model, pp_rank, role)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
-    chunks = [[shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)] for chunk in range(parallel.vpp)]
+    chunks = [
+        [shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)]
+        for chunk in range(parallel.vpp)
+    ]
     steps = config.mtp_steps if is_last else 0
     chunks[-1] = chunks[-1] + [*model.mtp_pattern] * steps
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last, extra_outputs=steps)
     row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
-    persistent = persistent_bytes(shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE)
+    persistent = persistent_bytes(
+        shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE
+    )
     has_logits = is_last and not _has_head(config, role)
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
-    widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
+    widest = max(
+        sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer
+    )
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
     wider = 1 if config.policy.precision == "bfloat16" else 2
     if steps:
-        # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the embedding.
+        # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the
+        # embedding.
         gathered = row.tokens if row.is_sequence_parallel else 0
         train["activations"] += steps * BF16 * shape.hidden * (3 * row.sharded_tokens + gathered)
         of_each = BF16 + (0 if megatron.mtp_detach_heads else FP32 / wider)
@@ -228,7 +254,10 @@ def rank_memory(
     config: RunConfig, model: PlanModel, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE
 ) -> RankMemory:
     """Bytes that a rank of a pipeline stage allocates in each phase."""
-    mine, beside = work_of(config, model, pp_rank, imbalance=imbalance), works_beside(config, model, imbalance=imbalance)
+    mine, beside = (
+        work_of(config, model, pp_rank, imbalance=imbalance),
+        works_beside(config, model, imbalance=imbalance),
+    )
     states, works = mine.states, {"policy": mine, **beside}
     sleeping = ENGINE_CONTEXT + engine.graphs if engine and config.policy.generation.colocated.enabled else 0.0
     stays = not config.frees_training_memory
@@ -313,14 +342,18 @@ def least_peak(rank: RankMemory) -> float:
     return max(sum(least_parts(parts).values()) for parts in rank.phases.values())
 
 
-PAGE_CACHE, ROLLOUTS, ROUNDING = "model files in the page cache", "rollouts in Ray's object store", "rounding of pinned memory"
+PAGE_CACHE, ROLLOUTS, ROUNDING = (
+    "model files in the page cache",
+    "rollouts in Ray's object store",
+    "rounding of pinned memory",
+)
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     """Host memory of the first node: tensors off its GPUs, a checkpoint's copy, page cache of model files, rollouts.
 
-    Tensors moved between phases share one pinned block (`mrl.policy.host_block`), which torch does not round up, unlike the host tensors
-    of Megatron's optimizer.
+    Tensors moved between phases share one pinned block (`mrl.policy.host_block`), which torch does not round up, unlike
+    the host tensors of Megatron's optimizer.
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
@@ -338,7 +371,9 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     if states.base:
         parts["base of adapted weights"] = states.base * ranks
     saved = {
-        name: size for name, size in saved_bytes(config, model).items() if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
+        name: size
+        for name, size in saved_bytes(config, model).items()
+        if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
     }
     if config.checkpointing.enabled and saved:
         parts["checkpoint being written"] = sum(saved.values()) / config.num_policy_ranks * ranks
@@ -362,11 +397,16 @@ def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
 
 def cache_bytes(model: PlanModel) -> float:
     """Returns the size of the run's models in the conversion cache, which knows each by its files and config.json."""
-    entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
+    entries = {
+        (each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters
+        for each in model.by_name.values()
+    }
     return float(sum(entries.values()) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:
     """Returns the size of a step's rollouts in transit: token id, logprob and mask of each token, teachers' scores."""
-    tokens = config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
+    tokens = (
+        config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
+    )
     return float(math.ceil(tokens) * 16 + config.teacher_bytes)

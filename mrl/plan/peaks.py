@@ -11,7 +11,8 @@ from mrl.config.model import ModelSizes
 from mrl.plan.activations import BF16, FP32, Row, backward_bytes, kept_bytes
 from mrl.plan.states import States
 
-# Bytes of each logit at the worst moment: of a whole row in bfloat16 and float32; of chunks as docs/measured/performance.md measures.
+# Bytes of each logit at the worst moment: of a whole row in bfloat16 and float32; of chunks as
+# docs/measured/performance.md measures.
 WHOLE_LOGIT, CHUNK_LOGIT = BF16 + FP32, 7
 
 
@@ -26,7 +27,9 @@ class Stage:
     """MTP depths, each with logits of its own."""
 
 
-def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None) -> list[float]:
+def microbatches_in_flight(
+    pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None
+) -> list[float]:
     """Each chunk's microbatches in flight under 1F1B and interleaved (megatron/core/pipeline_parallel/schedules.py)."""
     if vpp == 1:
         return [min(pp - pp_rank, num_microbatches)]
@@ -47,7 +50,9 @@ def activation_bytes(shape: ModelSizes, stage: Stage, row: Row) -> float:
     return ends + sum(number * kept_bytes(shape, layer, row) for layer, number in kinds)
 
 
-def logits_bytes(shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = WHOLE_LOGIT, chunk_tokens: int | None = None) -> float:
+def logits_bytes(
+    shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = WHOLE_LOGIT, chunk_tokens: int | None = None
+) -> float:
     """Returns the worst moment of the last stage's output layer."""
     if not stage.is_last:
         return 0.0
@@ -66,10 +71,14 @@ def persistent_bytes(shape: ModelSizes, stage: Stage, row: Row, *, pp: int, work
     return workspaces + borders + gathered
 
 
-def train_peak(states: States, shape: ModelSizes, stage: Stage, row: Row, *, logits: float, persistent: float) -> dict[str, float]:
+def train_peak(
+    states: States, shape: ModelSizes, stage: Stage, row: Row, *, logits: float, persistent: float
+) -> dict[str, float]:
     """Bytes of a step's worst moment: the last microbatch's logits, the widest layer's backward pass, or the update."""
     activations = activation_bytes(shape, stage, row)
-    backward = max((backward_bytes(shape, layer, row) for layers, _ in stage.chunks for layer in set(layers)), default=0.0)
+    backward = max(
+        (backward_bytes(shape, layer, row) for layers, _ in stage.chunks for layer in set(layers)), default=0.0
+    )
     moment = max(logits, backward)
     if activations + moment < states.gradient_copy:
         activations, moment = 0.0, states.gradient_copy

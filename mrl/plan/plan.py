@@ -78,7 +78,9 @@ def problems_of(config: RunConfig) -> list[Problem]:
     return [problem for problem in find_problems(config) if problem.kind == "refused"]
 
 
-def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None, node_memory: float | None = None) -> Plan:
+def make_plan(
+    config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None, node_memory: float | None = None
+) -> Plan:
     """The plan of a config that no rule refuses. `node_memory` is the host memory of a node, if it is known."""
     model = read_model(config)
     engine = engine_memory(config, model, gpu) if config.has_engines else None
@@ -99,30 +101,33 @@ def fullest_host(config: RunConfig, model: PlanModel) -> Parts:
 def find_host_misfit(host: Parts, node_memory: float | None) -> str | None:
     """Description of the host memory that a node of `node_memory` bytes surely lacks.
 
-    The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted as if all were of the greatest length,
-    nor what pinned memory is rounded up by on average.
+    The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted as if all were of the
+    greatest length, nor what pinned memory is rounded up by on average.
     """
     held = {name: size for name, size in host.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING)}
     if node_memory is None or sum(held.values()) <= node_memory:
         return None
     return (
-        f"a node needs at least {sum(held.values()) / GIB:.1f} GiB of host memory and has {node_memory / GIB:.1f} GiB: {spell_parts(held)}"
-        "; use nodes with more memory, or more nodes, so that each holds less"
+        f"a node needs at least {sum(held.values()) / GIB:.1f} GiB of host memory and has {node_memory / GIB:.1f} "
+        f"GiB: {spell_parts(held)}; use nodes with more memory, or more nodes, so that each holds less"
     )
 
 
-def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float | None = None) -> Layouts:
+def search_layouts(
+    config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float | None = None
+) -> Layouts:
     """All layouts of a run on its GPUs."""
     return search(config, read_model(config), gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
 
 
 def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = None) -> str:
-    """One line for the start of a run. `gpu` is None if unknown: nothing is compared then, and the line leaves out phase generate, whose
-    cache fills a GPU.
+    """One line for the start of a run. `gpu` is None if unknown: nothing is compared then, and the line leaves out
+    phase generate, whose cache fills a GPU.
 
     Raises:
-        ValueError: a phase surely exceeds the GPU: see `least_parts`, with balanced experts, and with rows that are sure to occur: of one
-            sequence where rows are padded, full ones where they are filled. Or a node surely lacks host memory.
+        ValueError: a phase surely exceeds the GPU: see `least_parts`, with balanced experts, and with rows that are
+            sure to occur: of one sequence where rows are padded, full ones where they are filled. Or a node surely
+            lacks host memory.
     """
     model = read_model(config)
     if gpu is not None:
@@ -147,7 +152,10 @@ def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = N
     rows = describe_longest(config, model, gpu)
     worst, misfit = worst_rank(config, model, gpu)
     engines = [f"engines take {describe_limits(config, gpu)}"] if config.has_engines else []
-    needs = f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({gpu.name}: {gpu.memory_gib:.1f} GiB)"
+    needs = (
+        f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({gpu.name}: "
+        f"{gpu.memory_gib:.1f} GiB)"
+    )
     doubt = f"it may not fit: {misfit} by estimates that are up to {EXCESS - 1:.0%} high" if misfit else None
     return "; ".join([needs, *engines, *filter(None, [doubt, rows])])
 
@@ -160,26 +168,39 @@ def _check_gpu(config: RunConfig, model: PlanModel, gpu: Gpu) -> None:
         parts = {name: size for name, size in least.phases[phase].items() if name in least_parts(least.phases[phase])}
         rows = describe_longest(config, model, gpu)
         found = nearest(search_layouts(with_config_json(config), gpu, None))
-        fits = "; it fits with: " + "; or ".join(" ".join(one.overrides) for one in found) if found else "; no layout fits on these GPUs"
+        fits = (
+            "; it fits with: " + "; or ".join(" ".join(one.overrides) for one in found)
+            if found
+            else "; no layout fits on these GPUs"
+        )
         raise ValueError(
-            f"{section_at_work(config, phase)}.megatron_cfg: phase {phase} needs at least {least_peak(least) / GIB:.1f} GiB of a GPU on "
-            f"pipeline stage {least.stage}, and {gpu.name} has {gpu.memory_gib:.1f} GiB: {spell_parts(parts)}, "
-            f"an estimate that is {EXCESS - 1:.0%} high at most{fits}" + (f"; {rows}" if rows else "")
+            f"{section_at_work(config, phase)}.megatron_cfg: phase {phase} needs at least "
+            f"{least_peak(least) / GIB:.1f} GiB of a GPU on pipeline stage {least.stage}, and {gpu.name} has "
+            f"{gpu.memory_gib:.1f} GiB: {spell_parts(parts)}, an estimate that is {EXCESS - 1:.0%} high at most{fits}"
+            + (f"; {rows}" if rows else "")
         )
 
 
 def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:
-    """Bytes of a GPU in each phase, on the policy rank that needs most then. Without `generate` if the GPU is unknown, as its cache fills
-    that; empty for a run without GPUs."""
+    """Bytes of a GPU in each phase, on the policy rank that needs most then. Without `generate` if the GPU is unknown,
+    as its cache fills that; empty for a run without GPUs."""
     if not config.cluster.gpus_per_node:
         return {}
     ranks, _ = all_ranks(config, read_model(config), gpu or LARGEST)
-    return {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases if gpu or phase != "generate"}
+    return {
+        phase: max(sum(rank.phases[phase].values()) for rank in ranks)
+        for phase in ranks[0].phases
+        if gpu or phase != "generate"
+    }
 
 
 def spell_parts(parts: Parts) -> str:
     """Parts of a memory, largest first."""
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size > 0.005 * GIB)
+    return ", ".join(
+        f"{name} {size / GIB:.1f}"
+        for name, size in sorted(parts.items(), key=lambda item: -item[1])
+        if size > 0.005 * GIB
+    )
 
 
 def describe(plan: Plan) -> list[str]:
@@ -187,9 +208,12 @@ def describe(plan: Plan) -> list[str]:
     config, gpu, worst = plan.config, plan.gpu, plan.worst
     stages = config.policy.megatron_cfg.pipeline_model_parallel_size
     lines = [
-        f"GPU: {gpu.name}, {gpu.memory_gib} GiB usable; {config.num_slots} of them. Model: {plan.model.num_parameters:,} parameters",
-        f"Memory of the fullest policy rank (pipeline stage {worst.stage} of {stages}), GiB; experts of the busiest rank get "
-        f"{IMBALANCE} times the mean:",
+        (
+            f"GPU: {gpu.name}, {gpu.memory_gib} GiB usable; {config.num_slots} of them. Model: "
+            f"{plan.model.num_parameters:,} parameters"
+        ),
+        f"Memory of the fullest policy rank (pipeline stage {worst.stage} of {stages}), GiB; experts of the "
+        f"busiest rank get {IMBALANCE} times the mean:",
     ]
     for phase, parts in worst.phases.items():
         mark = "  <- does not fit" if sum(parts.values()) > gpu.memory else ""
@@ -208,17 +232,23 @@ def describe(plan: Plan) -> list[str]:
         moved = plan.refit.link_bytes
         per_gpu = ", ".join(f"{moved[link] / config.num_slots / GB:.2f} {name}" for link, name in _LINKS)
         lines.append(
-            f"Refit, GB a GPU: {per_gpu}; {plan.refit.num_rounds} rounds. Rollouts of a step: {rollout_bytes(config) / GB:.2f} GB at most"
+            f"Refit, GB a GPU: {per_gpu}; {plan.refit.num_rounds} rounds. Rollouts of a step: "
+            f"{rollout_bytes(config) / GB:.2f} GB at most"
         )
     total = plan.times.total
     lines.append(
-        f"Step with {plan.times.mean_tokens:,.0f} tokens a rollout: {total.low:.1f} to {total.high:.1f} s, mostly {plan.times.bottleneck}"
+        f"Step with {plan.times.mean_tokens:,.0f} tokens a rollout: {total.low:.1f} to {total.high:.1f} s, mostly "
+        f"{plan.times.bottleneck}"
     )
     lines += [f"  {name:<27}{phase.low:7.1f} to {phase.high:7.1f} s" for name, phase in plan.times.phases.items()]
     return lines
 
 
-_LINKS: tuple[tuple[Link, str], ...] = (("gpu", "from its own memory"), ("node", "within the node"), ("network", "between nodes"))
+_LINKS: tuple[tuple[Link, str], ...] = (
+    ("gpu", "from its own memory"),
+    ("node", "within the node"),
+    ("network", "between nodes"),
+)
 
 
 def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
@@ -227,11 +257,12 @@ def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
     fits, asked = engine.concurrency(length), vllm.gpu_memory_utilization
     less = f" (not {asked:g}, as the policy's weights are there, too)" if engine.share < asked else ""
     return [
-        f"Engine worker, GiB: {engine.share * plan.gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, activations "
-        f"{engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache {engine.cache / GIB:.1f}",
-        f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; {engine.layout.state_blocks} more for "
-        f"a sequence's states; {fits:.1f} sequences of {length:,} tokens fit, max_num_seqs={engine.limits.num_seqs}, "
-        f"max_num_batched_tokens={engine.limits.num_tokens}",
+        f"Engine worker, GiB: {engine.share * plan.gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, "
+        f"activations {engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache "
+        f"{engine.cache / GIB:.1f}",
+        f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; "
+        f"{engine.layout.state_blocks} more for a sequence's states; {fits:.1f} sequences of {length:,} tokens "
+        f"fit, max_num_seqs={engine.limits.num_seqs}, max_num_batched_tokens={engine.limits.num_tokens}",
     ]
 
 
@@ -242,7 +273,8 @@ def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
         sizes = " ".join(f"{name}={value}" for name, value in found.values.items() if value is not None)
         total = found.times.total
         lines.append(
-            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.1f} to {total.high:.1f} s, exchange up to {found.exchange:.2f} s"
+            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.1f} to {total.high:.1f} s, exchange up to "
+            f"{found.exchange:.2f} s"
         )
         lines.append(f"    {' '.join(found.overrides) or '(as configured)'}")
     return lines
@@ -274,7 +306,12 @@ def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
     }
     if found:
         data["layouts"] = [
-            {"overrides": one.overrides, "memory": one.worst.peak, "seconds": dataclasses.asdict(one.times.total), "values": one.values}
+            {
+                "overrides": one.overrides,
+                "memory": one.worst.peak,
+                "seconds": dataclasses.asdict(one.times.total),
+                "values": one.values,
+            }
             for one in found.best
         ]
         data["refused"] = dict(found.refused)

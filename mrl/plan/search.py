@@ -34,8 +34,8 @@ KEYS = {
 
 # More chunks keep more activations, and shorten a bubble that is already a quarter.
 MOST_CHUNKS = 4
-# Limits of layouts that somebody would run: published ones have 4 to 16 experts of 128 on a rank, and split rows from 8,192 tokens on; a
-# fuller GPU fails at the first row that differs.
+# Limits of layouts that somebody would run: published ones have 4 to 16 experts of 128 on a rank, and split rows from
+# 8,192 tokens on; a fuller GPU fails at the first row that differs.
 MOST_EXPERTS, FEWEST_TOKENS, MOST_MEMORY = 32, 4096, 0.92
 
 
@@ -68,9 +68,13 @@ def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemor
     misfits = []
     if engine and engine.concurrency(config.policy.max_total_sequence_length) < 1:
         misfits.append("the engine's share of the GPU leaves no cache for one sequence")
-    too_large = [phase for phase in worst.phases if any(sum(rank.phases[phase].values()) > gpu.memory for rank in ranks)]
+    too_large = [
+        phase for phase in worst.phases if any(sum(rank.phases[phase].values()) > gpu.memory for rank in ranks)
+    ]
     if too_large:
-        misfits.append(f"phase {too_large[0]} does not fit" if len(too_large) == 1 else f"phases {', '.join(too_large)} do not fit")
+        misfits.append(
+            f"phase {too_large[0]} does not fit" if len(too_large) == 1 else f"phases {', '.join(too_large)} do not fit"
+        )
     return worst, "; ".join(misfits) or None
 
 
@@ -83,7 +87,9 @@ def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | 
     best: list[Candidate] = []
     engines = list(_legal_engines(config, model.shape, refused))
     # The configured trainer may be illegal, and leave nobody knows how much.
-    times = [_times(_applied(config, values), model, gpu, refit, mean_tokens, beside=0.0).total.high for values in engines]
+    times = [
+        _times(_applied(config, values), model, gpu, refit, mean_tokens, beside=0.0).total.high for values in engines
+    ]
     engines = [values for _, values in sorted(zip(times, engines, strict=True), key=lambda pair: pair[0])]
     for layout_values in _trainers(config, model.shape, refused):
         if reason := _unlikely(config, layout_values, model.shape):
@@ -125,7 +131,11 @@ def _lightest(
             if misfit is None and (problem := _refused(candidate, model.shape)):
                 reason = problem
             elif misfit is None:
-                changed = [f"{key}={spell(value)}" for key, value in _settings(values).items() if value_at(config, key) != value]
+                changed = [
+                    f"{key}={spell(value)}"
+                    for key, value in _settings(values).items()
+                    if value_at(config, key) != value
+                ]
                 tokens = mean_tokens * candidate.policy.train_global_batch_size
                 times = _times(candidate, model, gpu, refit, mean_tokens)
                 return Candidate(values, changed, worst, times, exchange_seconds(candidate, model, gpu, tokens=tokens))
@@ -137,7 +147,13 @@ def _lightest(
 
 
 def _times(
-    config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, mean_tokens: float, *, beside: float | None = None
+    config: RunConfig,
+    model: PlanModel,
+    gpu: Gpu,
+    refit: RefitTraffic | None,
+    mean_tokens: float,
+    *,
+    beside: float | None = None,
 ) -> StepTimes:
     engine = engine_memory(config, model, gpu, beside=beside) if config.has_engines else None
     return step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens)
@@ -150,7 +166,11 @@ def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) 
     given = config.policy.generation.vllm_cfg
     for tp in _divisors(config.num_dedicated_slots or config.num_policy_ranks):
         # Groups that share experts only as they are configured.
-        for ep in sorted({1, tp, *([given.expert_parallel_size] if tp == given.tensor_parallel_size else [])}) if sizes.experts else (1,):
+        for ep in (
+            sorted({1, tp, *([given.expert_parallel_size] if tp == given.tensor_parallel_size else [])})
+            if sizes.experts
+            else (1,)
+        ):
             values: dict[str, object] = {"engine tp": tp, "engine ep": ep}
             if problem := _illegal(_applied(config, values), sizes, _ENGINE):
                 refused[problem] += 1
@@ -172,7 +192,11 @@ def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> It
                 refused[f"{ranks} GPUs are no multiple of ep x etp x pp"] += 1
             else:
                 has_chunks = sizes.model_class == "gpt" and pp > 1
-                chunks = [size for size in _divisors(len(sizes.layers) // pp) if 1 < size <= MOST_CHUNKS] if has_chunks else []
+                chunks = (
+                    [size for size in _divisors(len(sizes.layers) // pp) if 1 < size <= MOST_CHUNKS]
+                    if has_chunks
+                    else []
+                )
                 for vpp in (None, *chunks):
                     yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp}
 

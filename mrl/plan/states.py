@@ -15,7 +15,8 @@ from mrl.plan.activations import BF16, FP32
 
 # The rule's name of the layer that a model with a head keeps and does not use (`mrl.policy.output.attach_reward_head`).
 _OUTPUT = "output_layer.weight"
-# torch rounds each pinned tensor up to a power of two: by 1 / ln 2 on average, if sizes are spread evenly between two powers.
+# torch rounds each pinned tensor up to a power of two: by 1 / ln 2 on average, if sizes are spread evenly between two
+# powers.
 PINNED_ROUNDING = 1 / math.log(2)
 
 
@@ -26,7 +27,9 @@ class Elements(NamedTuple):
     experts: int = 0
     buffers: int = 0
     frozen: int = 0
-    """Elements of weights without gradient, such as MTP layers that are not trained, and the output layer of a model with a head."""
+    """Elements of weights without gradient, such as MTP layers that are not trained, and the output layer of a model
+    with a head.
+    """
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -59,13 +62,19 @@ class States:
     gradient_copy: float
     """Float32 shard of gradients, from the optimizer step to the next zero_grad."""
     host_optimizer: float
-    """Bytes of elements that the host updates: moments, and copies of the main parameters and gradients in pinned memory."""
+    """Bytes of elements that the host updates: moments, and copies of the main parameters and gradients in pinned
+    memory.
+    """
     pinned: float = 0.0
     """Part of `host_optimizer` that torch pins, rounded up by `PINNED_ROUNDING` on average."""
     reference: float = 0.0
-    """Bytes that a reference model copies: all weights, or buffers alone where the weights are frozen under adapters."""
+    """Bytes that a reference model copies: all weights, or buffers alone where the weights are frozen under
+    adapters.
+    """
     base: float = 0.0
-    """Bytes of weights with adapters, whose base waits on the host while the adapters are merged (`mrl.policy.lora.Lora.merge`)."""
+    """Bytes of weights with adapters, whose base waits on the host while the adapters are merged
+    (`mrl.policy.lora.Lora.merge`).
+    """
 
     @property
     def allocated(self) -> float:
@@ -76,7 +85,8 @@ class States:
 def state_bytes(elements: Elements, rules: StateRules) -> States:
     """Bytes of the states of a rank.
 
-    Offloading leaves main parameters on the GPU: 8 of 12 bytes move, as the runs of Megatron-Bridge's skill cpu-offloading show.
+    Offloading leaves main parameters on the GPU: 8 of 12 bytes move, as the runs of Megatron-Bridge's skill
+    cpu-offloading show.
     """
     held = elements.dense + elements.experts
     trained = held if rules.is_trained else 0
@@ -102,7 +112,9 @@ class ModelElements:
         self._model = model
         self._of_layer = cache(self._layer)
 
-    def stage(self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False, has_head: bool = False) -> Elements:
+    def stage(
+        self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False, has_head: bool = False
+    ) -> Elements:
         """Elements of a pipeline stage on each of its ranks; all hold the same number. A reward head is not counted."""
         sizes = (parallel.tp, parallel.ep, parallel.etp)
         total = Elements()
@@ -133,7 +145,9 @@ def _count(rules: Iterable[Rule], tp: int, ep: int, etp: int) -> Elements:
     for rule in rules:
         if isinstance(rule.cut, Experts):
             start, stop = AxisRank(ep, 0, "expert_model_parallel_size").part(rule.cut.num_experts, "experts")
-            experts += (stop - start) * math.prod(rule.cut.cut.megatron(AxisRank(etp, 0, "expert_tensor_parallel_size")).shape)
+            experts += (stop - start) * math.prod(
+                rule.cut.cut.megatron(AxisRank(etp, 0, "expert_tensor_parallel_size")).shape
+            )
         elif rule.dtype is not None:
             buffers += math.prod(rule.cut.megatron(AxisRank(tp, 0)).shape)
         else:

@@ -35,19 +35,22 @@ class TimeRange:
         return TimeRange(self.low * factor, self.high * factor)
 
 
-# Shares of a GPU's peak (high, low): of products in a train step with experts and with dense layers, of memory bandwidth in decoding.
+# Shares of a GPU's peak (high, low): of products in a train step with experts and with dense layers, of memory
+# bandwidth in decoding.
 EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.226), (0.48, 0.30), (0.42, 0.27)
-# Of links and memory in a refit, high as measured and low as half of it: 370 of 450 GB/s over NVLink (github.com/NVIDIA/nccl/issues/1374),
-# 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That of memory is assumed.
+# Of links and memory in a refit, high as measured and low as half of it: 370 of 450 GB/s over NVLink
+# (github.com/NVIDIA/nccl/issues/1374), 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That
+# of memory is assumed.
 NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
 # Seconds of a layer in a decode step, added to those of its bytes: kernel launches, and two exchanges between workers.
 LAYER_LATENCY = TimeRange(65e-6, 103e-6)
-# Seconds of an exchange over the network, whatever its size: microseconds for each hop of a ring, and NCCL's own. Assumed.
+# Seconds of an exchange over the network, whatever its size: microseconds for each hop of a ring, and NCCL's own.
+# Assumed.
 NETWORK_LATENCY = TimeRange(20e-6, 100e-6)
 # Seconds of a switch between phases, rewards and data together.
 SWITCHES = TimeRange(12.0, 19.0)
-# Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
-# driver (docs/measured/performance.md; the high figure is for a slower host).
+# Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call
+# of an actor by the driver (docs/measured/performance.md; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
 # Kernels and waits of a round, in a rank's exchange and in a worker's pull and verification; then kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
@@ -104,7 +107,12 @@ def train_seconds(
     """Time of so many forward passes' operations on the GPUs of a policy; all wait for the busiest rank's experts."""
     shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
     of_experts = (
-        2 * shape.topk * "".join(shape.layers).count("E") * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn
+        2
+        * shape.topk
+        * "".join(shape.layers).count("E")
+        * (shape.fc1_factor + 1)
+        * (shape.latent or shape.hidden)
+        * shape.expert_ffn
     )
     operations = forward_operations(cost, tokens, length) + (imbalance - 1) * tokens * of_experts
     return seconds(passes * operations / gpus, gpu.peak, shares)
@@ -128,12 +136,19 @@ def decode_seconds(
 
     Of several groups each has `rollouts`, all reach each other's experts, and each pass takes in the tokens of all.
 
-    In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all rollouts. Each part is
-    priced by its own batch and lengths. Of `pp` stages all work at best, each on its part of the batch; at worst they wait for each other
-    with the whole, as vLLM schedules what has room in one step.
+    In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all
+    rollouts. Each part is priced by its own batch and lengths. Of `pp` stages all work at best, each on its part of the
+    batch; at worst they wait for each other with the whole, as vLLM schedules what has room in one step.
     """
     letters = "".join(shape.layers)
-    experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16
+    experts = (
+        letters.count("E")
+        * shape.experts
+        * (shape.fc1_factor + 1)
+        * (shape.latent or shape.hidden)
+        * shape.expert_ffn
+        * BF16
+    )
     experts /= tp * num_groups
 
     def stage(batch: float, length: float) -> TimeRange:
@@ -143,13 +158,20 @@ def decode_seconds(
         return seconds(engine.weights - idle * experts / pp + batch * per_rollout, gpu.bandwidth, DECODING)
 
     def step(batch: float, length: float) -> TimeRange:
-        found = TimeRange(stage(batch / pp, length).low, stage(batch, length).high).times(pp).plus(LAYER_LATENCY.times(len(shape.layers)))
+        found = (
+            TimeRange(stage(batch / pp, length).low, stage(batch, length).high)
+            .times(pp)
+            .plus(LAYER_LATENCY.times(len(shape.layers)))
+        )
         if num_nodes > 1:
-            # Each layer's outputs are summed twice: every GPU gets nearly twice what it has. Groups within nodes gather tokens for experts.
+            # Each layer's outputs are summed twice: every GPU gets nearly twice what it has. Groups within nodes gather
+            # tokens for experts.
             sums, rows, width = 2 * len(shape.layers), 2 * batch, shape.hidden
             if num_groups >= num_nodes:
                 sums, rows, width = 2 * letters.count("E"), num_groups * batch, shape.latent or shape.hidden
-            found = found.plus(seconds(sums * rows * width * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
+            found = found.plus(seconds(sums * rows * width * BF16, gpu.network, NETWORK)).plus(
+                NETWORK_LATENCY.times(sums)
+            )
         return found
 
     falling = (at_once - 1) / math.log(at_once) if at_once > 1 else 1.0
@@ -165,8 +187,9 @@ def decode_seconds(
 def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: float) -> float:
     """Estimates a policy rank's exchanges in a train step, if products hide none: it ranks layouts, and is in no range.
 
-    Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes. Context-parallel
-    ranks pass keys and values around a ring, as fast as its slowest link, and Mamba layers exchange tokens for channels and back.
+    Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both
+    passes. Context-parallel ranks pass keys and values around a ring, as fast as its slowest link, and Mamba layers
+    exchange tokens for channels and back.
     """
     megatron, shape, letters = config.policy.megatron_cfg, model.shape, "".join(model.shape.layers)
     tp, cp, slots = megatron.tensor_model_parallel_size, megatron.context_parallel_size, config.cluster.slots_per_node
@@ -178,7 +201,10 @@ def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: f
     channels = 2 * mine * (shape.mamba_projection + shape.mamba_inner) * letters.count("M") * (1 - 1 / cp)
     near, near_cp = min(1.0, slots / experts), min(1.0, slots / (tp * cp))
     inside = streams + routed * near + channels * near_cp + (keys if near_cp == 1 else 0)
-    return inside / gpu.link + (routed * (1 - near) + channels * (1 - near_cp) + (0 if near_cp == 1 else keys)) / gpu.network
+    return (
+        inside / gpu.link
+        + (routed * (1 - near) + channels * (1 - near_cp) + (0 if near_cp == 1 else keys)) / gpu.network
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +212,9 @@ class RefitTimes:
     """Seconds of a refit by who spends them."""
 
     parts: dict[str, TimeRange]
-    """Times of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`, `pull host`; and `driver`."""
+    """Times of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`,
+    `pull host`; and `driver`.
+    """
     num_rounds: int
 
     @property
@@ -197,8 +225,13 @@ class RefitTimes:
     @property
     def overlapped(self) -> TimeRange:
         """Time if a round is exchanged while the last is pulled and verified: the longer and a round of the shorter."""
-        sent, pulled = self._sum("network", "node", "packing", "exchange host"), self._sum("pull and verify", "pull host")
-        low, high = (max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high)))
+        sent, pulled = (
+            self._sum("network", "node", "packing", "exchange host"),
+            self._sum("pull and verify", "pull host"),
+        )
+        low, high = (
+            max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high))
+        )
         return TimeRange(low, high).plus(self.parts["driver"])
 
     def _sum(self, *names: str) -> TimeRange:
@@ -215,8 +248,8 @@ def refit_times(
 ) -> RefitTimes:
     """Times of a refit for engine workers with `engine_weights` bytes each, by `num_calls` calls of the driver.
 
-    A sender reads its messages twice, for packing and checksums, and writes them once; a worker reads arriving weights, writes them, and
-    reads them again to compare. Waking memory and settling weights are not included.
+    A sender reads its messages twice, for packing and checksums, and writes them once; a worker reads arriving weights,
+    writes them, and reads them again to compare. Waking memory and settling weights are not included.
     """
     rounds, sent = refit.num_rounds, refit.busiest["node"] + refit.busiest["network"]
     launches = MESSAGE_LAUNCHES * refit.most_messages + EXCHANGE_LAUNCHES * rounds
@@ -233,12 +266,18 @@ def refit_times(
 
 
 def step_times(
-    config: RunConfig, model: PlanModel, gpu: Gpu, engine: EngineMemory | None, refit: RefitTraffic | None, *, mean_tokens: float
+    config: RunConfig,
+    model: PlanModel,
+    gpu: Gpu,
+    engine: EngineMemory | None,
+    refit: RefitTraffic | None,
+    *,
+    mean_tokens: float,
 ) -> StepTimes:
     """Times of a step whose rollouts have `mean_tokens` tokens with their prompts.
 
-    Colocated, phases follow each other. Beside dedicated engines a step lasts as long as the longer of sampling and training; the shorter
-    is left out.
+    Colocated, phases follow each other. Beside dedicated engines a step lasts as long as the longer of sampling and
+    training; the shorter is left out.
     """
     shape, cost = model.shape, model.cost()
     megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
@@ -249,13 +288,22 @@ def step_times(
     rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
     bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
     learned = model.cost(config.mtp_steps)
-    phases = {"train": train_seconds(shape, learned, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(bubble)}
+    phases = {
+        "train": train_seconds(shape, learned, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(
+            bubble
+        )
+    }
     if forward := config.needs_old_logprobs + config.keeps_reference:
-        phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
+        phases["logprobs"] = train_seconds(
+            shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward
+        ).times(bubble)
     for name, other in model.beside.items():
-        # A teacher: one pass without gradients over its share of the rows. A trained model: two passes over all rows, and a backward pass.
+        # A teacher: one pass without gradients over its share of the rows. A trained model: two passes over all rows,
+        # and a backward pass.
         parts = 1.0 / len(config.teachers) if role_of(name) == "teacher" else 2.0 + BACKWARD
-        phases[name] = train_seconds(other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
+        phases[name] = train_seconds(
+            other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts
+        )
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm = config.policy.generation.vllm_cfg
@@ -264,10 +312,13 @@ def step_times(
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
     sizes = dict(rollouts=per_group, at_once=at_once, mean=mean_tokens, longest=longest)
-    # Sums stay within a stage; what stages hand on is little. Groups exchange their tokens before and after the experts.
+    # Sums stay within a stage; what stages hand on is little. Groups exchange their tokens before and after the
+    # experts.
     num_nodes = config.nodes_of_engine if tp * vllm.num_groups > config.cluster.slots_per_node else 1
     pp = vllm.pipeline_parallel_size
-    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=pp, num_groups=vllm.num_groups, **sizes, num_nodes=num_nodes)
+    generate = decode_seconds(
+        shape, gpu, engine, tp=tp, pp=pp, num_groups=vllm.num_groups, **sizes, num_nodes=num_nodes
+    )
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

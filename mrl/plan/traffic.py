@@ -39,15 +39,24 @@ class Ends:
 
 def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
     """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers."""
-    parallel, world, vllm = config.policy.megatron_cfg.parallel, config.num_policy_ranks, config.policy.generation.vllm_cfg
+    parallel, world, vllm = (
+        config.policy.megatron_cfg.parallel,
+        config.num_policy_ranks,
+        config.policy.generation.vllm_cfg,
+    )
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
     engine = config.policy.generation.parallel
     # Ranks with the same coordinates share one layout object, by which the schedule sees that they are equal.
     layouts = {
-        place: read_by_engines(model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine)
+        place: read_by_engines(
+            model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine
+        )
         for place in set(coords)
     }
-    workers = [model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision) for worker in range(engine.num_workers)]
+    workers = [
+        model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision)
+        for worker in range(engine.num_workers)
+    ]
     first = world if config.num_dedicated_slots else 0
     gpus = {worker: first + worker for worker in range(config.num_engines * engine.num_workers)}
     return Ends(

@@ -19,7 +19,14 @@ from torch import Tensor
 from mrl.algo.critic import ValuedRow, gae_of_rows
 from mrl.algo.losses import BatchSize
 from mrl.algo.ratios import extremes
-from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, teacher_gap, token_advantages
+from mrl.algo.token_advantages import (
+    error_metrics,
+    finish_error_metrics,
+    kl_penalty,
+    sequence_errors,
+    teacher_gap,
+    token_advantages,
+)
 from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
@@ -38,7 +45,9 @@ class RankBatch:
     size: BatchSize
     has_old_logprobs: bool = False
     is_finished: bool = False
-    """Set by `finish_batches`: rows of the last pipeline stage have final masks and advantages, rows of other stages are unchanged."""
+    """Set by `finish_batches`: rows of the last pipeline stage have final masks and advantages, rows of other stages
+    are unchanged.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
     """`train/*` of `finish_batches`, the same on every rank."""
 
@@ -100,19 +109,32 @@ def check_equal_counts(num_rows: int) -> None:
     counts = torch.tensor([num_rows, -num_rows])
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     if counts[0] != -counts[1]:
-        raise RuntimeError(f"data-parallel ranks hold between {-counts[1]} and {counts[0]} packed rows; they must hold the same number")
+        raise RuntimeError(
+            f"data-parallel ranks hold between {-counts[1]} and {counts[0]} packed rows; they must hold the same number"
+        )
 
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     """Global batch size from this rank's rows, which get the tokens of their rollouts. Collective over the dp group."""
-    group, lone = parallel_state.get_data_parallel_group(), sum(row.num_valid_sequences for row in rows if row.rollouts is None)
+    group, lone = (
+        parallel_state.get_data_parallel_group(),
+        sum(row.num_valid_sequences for row in rows if row.rollouts is None),
+    )
     sizes = [
-        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths), 0)
+        (
+            row.num_valid_tokens,
+            row.num_valid_sequences,
+            int(row.positive_mask_T.sum()),
+            sum(row.lengths),
+            len(row.lengths),
+            0,
+        )
         for row in rows
     ]
     counts = torch.tensor([*sizes, (0, 0, 0, 0, 0, lone)], dtype=torch.int64).sum(dim=0)
     dist.all_reduce(counts, group=group)
-    # The sequences of a rollout may lie on several ranks. A rollout has the index of its first sequence; a teacher has some of them only.
+    # The sequences of a rollout may lie on several ranks. A rollout has the index of its first sequence; a teacher has
+    # some of them only.
     num_indices = torch.tensor(1 + max((index for row in rows for index in row.rollouts or ()), default=-1))
     dist.all_reduce(num_indices, op=dist.ReduceOp.MAX, group=group)
     tokens_R, own = torch.zeros(int(num_indices)), [row.valid_tokens_S for row in rows]
@@ -137,9 +159,9 @@ def finish_batches(
 ) -> None:
     """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks.
 
-    `loss` is None if nothing is learned from rewards. With `gae`, advantages come from the rows' values, and finished rows also have
-    returns. With `teaching`, rows have teacher logprobs, and advantages are those of arXiv:2601.02780: log(teacher / policy), and a
-    share of the reward's advantages.
+    `loss` is None if nothing is learned from rewards. With `gae`, advantages come from the rows' values, and finished
+    rows also have returns. With `teaching`, rows have teacher logprobs, and advantages are those of arXiv:2601.02780:
+    log(teacher / policy), and a share of the reward's advantages.
     """
 
     def add_over_ranks(value: Tensor) -> Tensor:
@@ -150,31 +172,55 @@ def finish_batches(
     metrics: list[dict[str, float]] = [{} for _ in batches]
     if parallel_state.is_pipeline_last_stage():
         if all(row.old_logprobs_T is not None for of_batch in rows for row in of_batch):
-            rows, metrics = map(list, zip(*(_without_errors(of_batch, grpo.seq_logprob_error_threshold) for of_batch in rows), strict=True))
+            rows, metrics = map(
+                list,
+                zip(*(_without_errors(of_batch, grpo.seq_logprob_error_threshold) for of_batch in rows), strict=True),
+            )
         step = [row for of_batch in rows for row in of_batch]
         penalties = None
         if loss is not None and loss.use_kl_in_reward:
             penalties = [
-                kl_penalty(_on_host(row.old_logprobs_T), _on_host(row.reference_logprobs_T), row.loss_mask_T, loss) for row in step
+                kl_penalty(_on_host(row.old_logprobs_T), _on_host(row.reference_logprobs_T), row.loss_mask_T, loss)
+                for row in step
             ]
         starts = [row.advantages_T for row in step]
         if teaching is not None:
-            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-_gap(row) for row in step]
+            starts, penalties = (
+                [teaching.reward_weight * advantages_T for advantages_T in starts],
+                [-_gap(row) for row in step],
+            )
         if gae is not None:
             starts, returns = gae_of_rows(
-                [_valued(row, kl_T) for row, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
+                [_valued(row, kl_T) for row, kl_T in zip(step, penalties or [None] * len(step), strict=True)],
+                gae,
+                add_over_ranks,
             )
-            if any(not returns_T[row.loss_mask_T > 0].isfinite().all() for row, returns_T in zip(step, returns, strict=True)):
-                raise RuntimeError(f"some of the critic's values of the step are {NOT_FINITE}, and no returns can be made of them")
-            targets = iter([torch.where(row.loss_mask_T > 0, part, torch.nan) for row, part in zip(step, returns, strict=True)])
+            if any(
+                not returns_T[row.loss_mask_T > 0].isfinite().all()
+                for row, returns_T in zip(step, returns, strict=True)
+            ):
+                raise RuntimeError(
+                    f"some of the critic's values of the step are {NOT_FINITE}, and no returns can be made of them"
+                )
+            targets = iter(
+                [torch.where(row.loss_mask_T > 0, part, torch.nan) for row, part in zip(step, returns, strict=True)]
+            )
             rows, penalties = [[replace(row, returns_T=next(targets)) for row in of_batch] for of_batch in rows], None
         advantages = iter(
             token_advantages(
-                starts, [row.fixed_advantages_T for row in step], [row.loss_mask_T for row in step], penalties, grpo, add_over_ranks
+                starts,
+                [row.fixed_advantages_T for row in step],
+                [row.loss_mask_T for row in step],
+                penalties,
+                grpo,
+                add_over_ranks,
             )
         )
         rows = [[replace(row, advantages_T=next(advantages)) for row in of_batch] for of_batch in rows]
-        metrics = [measured | _advantage_metrics(of_batch, teaching is not None) for measured, of_batch in zip(metrics, rows, strict=True)]
+        metrics = [
+            measured | _advantage_metrics(of_batch, teaching is not None)
+            for measured, of_batch in zip(metrics, rows, strict=True)
+        ]
     shared = [
         (global_batch_size(of_batch), {f"train/{name}": value for name, value in measured.items()})
         for of_batch, measured in zip(rows, metrics, strict=True)
@@ -200,7 +246,12 @@ def sequences_of(batches: list[list[tuple[PackedRow, Tensor | None]]]) -> list[d
     if not answers_for_rows():
         return [{} for _ in batches]
     return [
-        {index: part for row, values_T in rows if values_T is not None for index, part in by_sequence(row, values_T).items()}
+        {
+            index: part
+            for row, values_T in rows
+            if values_T is not None
+            for index, part in by_sequence(row, values_T).items()
+        }
         for rows in batches
     ]
 
@@ -215,7 +266,11 @@ def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> d
     metrics: dict[str, float] = {}
     names = sorted(row_metrics[0])
     values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
-    reductions = {None: (torch.sum, dist.ReduceOp.SUM), "min": (torch.amin, dist.ReduceOp.MIN), "max": (torch.amax, dist.ReduceOp.MAX)}
+    reductions = {
+        None: (torch.sum, dist.ReduceOp.SUM),
+        "min": (torch.amin, dist.ReduceOp.MIN),
+        "max": (torch.amax, dist.ReduceOp.MAX),
+    }
     for extreme, (reduce, op) in reductions.items():
         kind = [name for name in names if extreme_of(name) == extreme]
         part = reduce(values[:, [names.index(name) for name in kind]], dim=0)
@@ -228,7 +283,9 @@ def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[lis
     """Rows without the sequences whose old and generator logprobs are too far apart, and metrics of these errors."""
     kept_rows, errors, is_kept, rewards = [], [], [], []
     for row in rows:
-        error_S = sequence_errors(_on_host(row.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)
+        error_S = sequence_errors(
+            _on_host(row.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens
+        )
         # Masked sequences have NaN, which is not above the threshold.
         is_kept_S = ~(error_S > threshold) if threshold is not None else torch.ones_like(error_S, dtype=torch.bool)
         kept_rows.append(row.masked(is_kept_S))
@@ -243,17 +300,27 @@ def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[lis
 def _gap(row: PackedRow) -> Tensor:
     """Returns the teacher's logprobs minus the policy's, [T]; 0 in a row without sequences."""
     said, mask_T = row.teacher, row.loss_mask_T
-    return torch.zeros_like(mask_T) if said is None else teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
+    return (
+        torch.zeros_like(mask_T)
+        if said is None
+        else teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
+    )
 
 
 def _advantage_metrics(rows: list[PackedRow], has_teachers: bool) -> dict[str, float]:
     values = torch.cat([row.advantages_T[row.loss_mask_T > 0] for row in rows])
-    parts = {"advantages/mean": values.sum(), "num_tokens": torch.tensor(float(len(values))), **extremes("advantages/{}", values)}
+    parts = {
+        "advantages/mean": values.sum(),
+        "num_tokens": torch.tensor(float(len(values))),
+        **extremes("advantages/{}", values),
+    }
     if has_teachers:
         parts["teacher_gap/mean"] = torch.cat([_gap(row) for row in rows]).sum()
     totals = combine([parts], parallel_state.get_data_parallel_group())
     count = totals.pop("num_tokens")
-    return {name: value / (count if name.endswith("/mean") else 1.0) if count else 0.0 for name, value in totals.items()}
+    return {
+        name: value / (count if name.endswith("/mean") else 1.0) if count else 0.0 for name, value in totals.items()
+    }
 
 
 def _on_host(logprobs_T: Tensor | None) -> Tensor:

@@ -60,7 +60,8 @@ PROBE_BYTES = 2**20
 
 _ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")
 
-# Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
+# Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its
+# own for each layer.
 _FORMAT = {
     "distrib_optim_sharding_type": checkpoint_entries.SHARDING_TYPE,
     "chained_optim_avoid_prefix": True,
@@ -107,11 +108,11 @@ def begin_save(
 
     Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
 
-    The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone, a thread writes a
-    copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete. `frozen` has the
-    settings that leave weights untrained, which have no optimizer state. `adapters` is
-    `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they change. OSError, on all ranks:
-    one cannot write, or has no memory for the copy.
+    The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone,
+    a thread writes a copy of the present state in host memory; weights may change meanwhile, and `read_written` says
+    when it is complete. `frozen` has the settings that leave weights untrained, which have no optimizer state.
+    `adapters` is `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they
+    change. OSError, on all ranks: one cannot write, or has no memory for the copy.
     """
     folder = weights_dir / ITERATION_FOLDER
     weights, others = _model_state(state)
@@ -123,12 +124,17 @@ def begin_save(
             optimizer = checkpoint_entries.optimizer_state(distributed[0], weights)
         else:
             state.optimizer._synchronize_steps()
-            optimizer = {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)}
+            optimizer = {
+                index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)
+            }
         sharded |= {"optimizer": optimizer, "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
     optimizer_form: dict[str, object] = {}
     if save_optimizer:
-        optimizer_form = {"use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer, "frozen": dict(frozen)}
+        optimizer_form = {
+            "use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
+            "frozen": dict(frozen),
+        }
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
     # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
@@ -164,7 +170,11 @@ class CheckpointWrite:
     """Writes a checkpoint together with the other ranks, in a thread or at once."""
 
     def __init__(
-        self, folder: Path, write: Callable[[], None], write_metadata: Callable[[], None], group: dist.ProcessGroup | None
+        self,
+        folder: Path,
+        write: Callable[[], None],
+        write_metadata: Callable[[], None],
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Starts writing; without `group`, returns once files are on disk or one fails. Collective over all ranks."""
         self._folder, self._group = folder, group
@@ -213,18 +223,22 @@ class CheckpointWrite:
             return WriteReport(
                 {},
                 0.0,
-                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on this disk, "
-                "or choose another checkpointing.checkpoint_dir",
+                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on "
+                "this disk, or choose another checkpointing.checkpoint_dir",
             )
         return WriteReport(files, hidden_s=time.monotonic() - self._begun_at)
 
 
-def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | None) -> tuple[Callable[[], None], Callable[[], None]]:
+def _plan(
+    sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | None
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Plans a write: returns a function for this rank's file (needs no other rank) and one for all files' metadata.
 
-    The metadata function is collective over `group`, and this one over all ranks. With a `group`, the state may change before the write.
+    The metadata function is collective over `group`, and this one over all ranks. With a `group`, the state may change
+    before the write.
 
-    Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
+    Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in
+    actors.
     """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     # torch copies ahead in a thread that uses the first GPU instead of this rank's.
@@ -268,20 +282,24 @@ def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | No
     return write, lambda: _DistWrapper(group, True, 0).all_reduce("write", lambda: results, finish)
 
 
-def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
+def load(
+    weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False
+) -> bool:
     """Fills model, optimizer, schedule and, at the saved layout, random states; returns whether it has optimizer state.
 
-    Collective over all ranks. Optimizer and schedule keep the settings of `state`. A checkpoint without optimizer state leaves moments
-    unchanged, and main parameters follow the weights. `adapters` describes the adapters of `state`, None without any. With `is_start`, the
-    checkpoint is a run's starting model: schedule and adapters stay unchanged, and so does a reward head that the model lacks.
+    Collective over all ranks. Optimizer and schedule keep the settings of `state`. A checkpoint without optimizer state
+    leaves moments unchanged, and main parameters follow the weights. `adapters` describes the adapters of `state`, None
+    without any. With `is_start`, the checkpoint is a run's starting model: schedule and adapters stay unchanged, and so
+    does a reward head that the model lacks.
     """
     # Megatron's own loader would unpickle any object that metadata and shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
     common = _read_common(source.folder / COMMON_FILE)
     if common.get("peft") != (None if is_start else adapters):
         raise ValueError(
-            f"{source.folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has {adapters}: its weights would "
-            "mean something else; give the settings that saved it, or start from what `python -m mrl.convert mcore-to-hf` makes of it"
+            f"{source.folder} was saved with policy.megatron_cfg.peft {common.get('peft')}, and this run has "
+            f"{adapters}: its weights would mean something else; give the settings that saved it, or start from "
+            "what `python -m mrl.convert mcore-to-hf` makes of it"
         )
     weights, _ = _model_state(state)
     models = [unwrap_model(chunk) for chunk in state.chunks]
@@ -296,7 +314,8 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         with own_settings(state.optimizer):
             _load_optimizer(source, state, weights, common["optimizer"])
         if hybrids(state.optimizer):
-            # Of an optimizer on the host Megatron takes a step with random gradients, which makes the state that it fills.
+            # Of an optimizer on the host Megatron takes a step with random gradients, which makes the state that it
+            # fills.
             checkpoint_entries.read_weights(source, weights)
     else:
         state.optimizer.reload_model_params()
@@ -305,7 +324,9 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         state.scheduler.num_steps = common["opt_param_scheduler"]["num_steps"]
         state.scheduler.step(0)
     elif not is_start:
-        logger.warning("%s has no state of the learning rate's schedule, which starts from its beginning", source.folder)
+        logger.warning(
+            "%s has no state of the learning rate's schedule, which starts from its beginning", source.folder
+        )
     if has_optimizer and common["parallel"] == _parallel_sizes():
         rng = _rng_state()
         checkpoint_entries.read_tensors(source, rng.values())
@@ -336,10 +357,11 @@ def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightE
             state.optimizer.load_state_dict(apply_factory_merges(found, factories)["optimizer"])
     # 0.16.1 raises a KeyError, and 0.19 a ValueError.
     except (KeyError, ValueError) as error:
-        setting = f"policy.megatron_cfg.optimizer.use_distributed_optimizer={state.optimizer.config.use_distributed_optimizer}"
+        is_distributed = state.optimizer.config.use_distributed_optimizer
+        setting = f"policy.megatron_cfg.optimizer.use_distributed_optimizer={is_distributed}"
         raise ValueError(
-            f"{source.folder} has no optimizer state in the form of {setting} ({error!r}): set that as it was at the save, or start a run "
-            "from what `python -m mrl.convert mcore-to-hf` makes of it"
+            f"{source.folder} has no optimizer state in the form of {setting} ({error!r}): set that as it was at "
+            "the save, or start a run from what `python -m mrl.convert mcore-to-hf` makes of it"
         ) from error
     if distributed:
         checkpoint_entries.read_optimizer_state(source, distributed, weights)
@@ -352,9 +374,14 @@ def _read_common(path: Path) -> dict[str, Any]:
         with os.fdopen(open_file(path), "rb") as file:
             common = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint") from error
+        raise ValueError(
+            f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint"
+        ) from error
     if not isinstance(common, dict):
-        raise ValueError(f"{path} holds a {type(common).__name__} instead of the plain values of a checkpoint; restore the checkpoint")
+        raise ValueError(
+            f"{path} holds a {type(common).__name__} instead of the plain values of a checkpoint; restore the "
+            "checkpoint"
+        )
     return common
 
 
@@ -398,4 +425,7 @@ def _rng_state() -> dict[str, ShardedTensor]:
     if on_gpu():
         states["cuda"] = torch.cuda.get_rng_state()
     row = (0, dist.get_rank(), dist.get_world_size())
-    return {name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), row, prepend_axis_num=1) for name, value in states.items()}
+    return {
+        name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), row, prepend_axis_num=1)
+        for name, value in states.items()
+    }

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of a checkpoint: the boxes of global tensors that one rank writes from live memory and reads into it.
 
-Replicas share the weights that all of them hold: each handles some. A rank handles its own shards of the optimizer's state, each a range
-of a parameter's elements, so a few boxes of the global tensor. The files have Megatron's `fully_reshardable` format: tensors of the
-model's shapes, which any layout can load, also by Megatron's loader.
+Replicas share the weights that all of them hold: each handles some. A rank handles its own shards of the optimizer's
+state, each a range of a parameter's elements, so a few boxes of the global tensor. The files have Megatron's
+`fully_reshardable` format: tensors of the model's shapes, which any layout can load, also by Megatron's loader.
 
-Megatron's own writer gathers the state of all replicas on each of them. Up to megatron-core 0.16.1 it also gives parameters the state of
-their neighbours where an earlier gradient bucket ends in padding (distrib_optimizer.py, "issue #504").
+Megatron's own writer gathers the state of all replicas on each of them. Up to megatron-core 0.16.1 it also gives
+parameters the state of their neighbours where an earlier gradient bucket ends in padding (distrib_optimizer.py, "issue
+#504").
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ WeightEntries = dict[str, WeightEntry]
 def written_here(entries: WeightEntries) -> WeightEntries:
     """The entries, marked so that this rank writes its share: over all ranks, each weight once."""
     turns = _turns(entries)
-    return {name: replace(entry, replica_id=_replica_id(entry, int(not turns[name][2]))) for name, entry in entries.items()}
+    return {
+        name: replace(entry, replica_id=_replica_id(entry, int(not turns[name][2]))) for name, entry in entries.items()
+    }
 
 
 def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
@@ -64,7 +67,10 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
         target = part.data.detach()[(None,) * part.prepend_axis_num]
         if stored != wanted:
             if not part.allow_shape_mismatch or len(stored) != len(wanted):
-                raise ValueError(f"{source.folder}: {part.key} has shape {stored}, this model needs {wanted}; name its own checkpoint")
+                raise ValueError(
+                    f"{source.folder}: {part.key} has shape {stored}, this model needs {wanted}; name its own "
+                    "checkpoint"
+                )
             target.zero_()
             common = intersect(box, full(stored))
             if common is None:
@@ -80,15 +86,18 @@ def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> 
 
 
 @torch.no_grad()
-def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries) -> None:
+def read_optimizer_state(
+    source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries
+) -> None:
     """Fills the shards of all optimizers; steps and parameter groups are loaded already. Collective over all ranks."""
     shards = [(optimizer, *shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
     wanted = [part for *_, by_kind in shards for parts in by_kind.values() for part in parts]
     if missing := sorted({part.key.removeprefix(f"{_PREFIX}param.") for part in wanted if part.key not in source.keys}):
         raise ValueError(
-            f"{source.folder} has no optimizer state of {missing[0]} (tensors without: {len(missing)}), which was not trained when this "
-            "was saved; leave it as it is (policy.megatron_cfg.freeze_config, freeze_moe_router, mtp_num_layers), or start a run from what "
-            "`python -m mrl.convert mcore-to-hf` makes of it"
+            f"{source.folder} has no optimizer state of {missing[0]} (tensors without: {len(missing)}), which was "
+            "not trained when this was saved; leave it as it is (policy.megatron_cfg.freeze_config, "
+            "freeze_moe_router, mtp_num_layers), or start a run from what `python -m mrl.convert mcore-to-hf` "
+            "makes of it"
         )
     read_tensors(source, wanted)
     for optimizer, parameter, state, _ in shards:
@@ -109,7 +118,9 @@ def _shards(
         for kind in _KINDS:
             values = state[kind].detach()
             assert values.dtype == torch.float32, f"{kind} of {entry.key} is {values.dtype}"
-            boxes[kind] = [box for part in _parts(entry) for box in _boxes(kind, part, values, parameter, start, replica_id)]
+            boxes[kind] = [
+                box for part in _parts(entry) for box in _boxes(kind, part, values, parameter, start, replica_id)
+            ]
         yield parameter, state, boxes
 
 
@@ -118,7 +129,10 @@ def _boxes(
 ) -> Iterator[ShardedTensor]:
     """Yields entries like a parameter's for `values`, which belong to the parameter's elements from `start` on."""
     data, extra, first = part.data, part.prepend_axis_num, 0
-    assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()
+    assert (
+        data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        and data.stride() == parameter.stride()
+    )
     offset, starts = data.storage_offset() - parameter.storage_offset(), []
     for stride in parameter.stride():
         starts.append(offset // stride)
@@ -163,7 +177,9 @@ def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int, bo
 
 def _replica_id(entry: WeightEntry, replica: int) -> tuple[int, ...]:
     """The entry's id, (stage, tp rank, replica), with another replica; Megatron writes entries whose id is zeros."""
-    assert isinstance(entry.replica_id, tuple) and len(entry.replica_id) == 3, f"{entry.key} has replica id {entry.replica_id}"
+    assert isinstance(entry.replica_id, tuple) and len(entry.replica_id) == 3, (
+        f"{entry.key} has replica id {entry.replica_id}"
+    )
     return (*entry.replica_id[:2], replica)
 
 
@@ -198,7 +214,9 @@ class LayoutEntries:
         suffix = parts[0].key.find(_SUFFIX)
         end = len(parts[0].key) if suffix < 0 else suffix + len(_SUFFIX)
 
-        def build(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        def build(
+            key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+        ) -> list[ShardedTensor]:
             assert flattened_range is None
             entries = []
             for part in parts:
@@ -207,7 +225,17 @@ class LayoutEntries:
                 grid = tuple(total // size for total, size in zip(part.shape, lengths(part.box), strict=True))
                 extra = len(part.box) - data.ndim
                 entries.append(
-                    ShardedTensor(key + part.key[end:], data, data.dtype, tuple(data.shape), part.shape, start, grid, replica_id, extra)
+                    ShardedTensor(
+                        key + part.key[end:],
+                        data,
+                        data.dtype,
+                        tuple(data.shape),
+                        part.shape,
+                        start,
+                        grid,
+                        replica_id,
+                        extra,
+                    )
                 )
             return entries
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements with which real megatron-core trains on a host without CUDA or the libraries that GPU hosts have for it.
 
-`PATCHES` at the end lists every replaced name with its replacement, the reason, and the end of the need; all hold for 0.16.1 and for 0.19,
-but for the names of which a line says otherwise. `install` applies the patches that this host needs. Layers are not replaced here: specs.py
-chooses them through Megatron's own specs.
+`PATCHES` at the end lists every replaced name with its replacement, the reason, and the end of the need; all hold for
+0.16.1 and for 0.19, but for the names of which a line says otherwise. `install` applies the patches that this host
+needs. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ def _cpu_for_cuda() -> dict[str, object]:
         "torch.cuda.manual_seed": torch.manual_seed,
         "torch.cuda.get_rng_state": lambda *_: torch.get_rng_state(),
         "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        **{f"torch.{name}": on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange")},
+        **{
+            f"torch.{name}": on_cpu(getattr(torch, name))
+            for name in ("tensor", "zeros", "ones", "empty", "empty_like", "arange")
+        },
         "torch.Tensor.cuda": lambda self, *_, **__: self,
         "torch.nn.Module.cuda": lambda self, *_, **__: self,
         "torch.Tensor.type": type_on_cuda,
@@ -191,13 +194,17 @@ def _exchange() -> dict[str, object]:
     def filled(part: Tensor, size: int) -> Tensor:
         return torch.nn.functional.pad(part, (0, 0) * (part.ndim - 1) + (0, size - len(part)))
 
-    def gather(part: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+    def gather(
+        part: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if sizes is None:
             return real_gather(part, group, None, use_global_buffer)
         parts = real_gather(filled(part, max(sizes)), group).split([max(sizes)] * len(sizes))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def reduce_scatter(whole: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+    def reduce_scatter(
+        whole: Tensor, group: ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if sizes is None:
             return real_reduce_scatter(whole, group, None, use_global_buffer)
         parts = torch.cat([filled(part, max(sizes)) for part in whole.split(sizes)])
@@ -303,7 +310,9 @@ def _mamba_kernels() -> dict[str, object]:
     class ExtendedRMSNorm(GatedRMSNorm):
         """Megatron's class of this name, whose base class is a mock without mamba_ssm."""
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        ) -> ShardedStateDict:
             assert metadata is not None
             return make_sharded_tensors_for_checkpoint(
                 self.state_dict(prefix="", keep_vars=True),
@@ -327,7 +336,10 @@ def _mamba_kernels() -> dict[str, object]:
 PATCHES = (
     Patch(
         "the CPU, one program order, nothing compiled",
-        'Megatron asks torch.cuda for devices, streams and events, writes device="cuda" and .cuda(), and needs a C++ compiler for helpers',
+        (
+            'Megatron asks torch.cuda for devices, streams and events, writes device="cuda" and .cuda(), and needs a '
+            "C++ compiler for helpers"
+        ),
         until="megatron-core takes the device from torch.accelerator or its parameters",
         is_needed=_lacks_cuda,
         values=_cpu_for_cuda,
@@ -349,14 +361,20 @@ PATCHES = (
     ),
     Patch(
         "gloo, with parts filled up to equal size",
-        "gloo gathers and scatters parts of equal size only; with expert tensor parallelism, ranks hold different numbers of tokens",
+        (
+            "gloo gathers and scatters parts of equal size only; with expert tensor parallelism, ranks hold different "
+            "numbers of tokens"
+        ),
         until="torch's gloo takes parts of any size",
         is_needed=_lacks_cuda,
         values=_exchange,
     ),
     Patch(
         "AdamW in plain torch, with FusedAdam's state",
-        "torch's AdamW keeps `step` per parameter: Megatron's optimizer checkpoints would not load, nor match those of GPUs",
+        (
+            "torch's AdamW keeps `step` per parameter: Megatron's optimizer checkpoints would not load, nor match "
+            "those of GPUs"
+        ),
         until="Megatron's distributed optimizer loads torch's AdamW",
         is_needed=_lacks_fused_adam,
         values=_fused_adam,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a teacher and of its student for the tokens of a row, from logits or hidden states, vocabulary-parallel.
 
-Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
-size, K tokens that the teacher holds likeliest at each position.
+Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding
+included), D hidden size, K tokens that the teacher holds likeliest at each position.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from mrl.policy.logprobs import Gradients, OutputColumns
 
 @torch.no_grad()
 def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits by position, largest first, float32 [T, K], and their tokens, int64. Ties have no fixed order.
+    """The k largest logits by position, largest first, float32 [T, K], and their tokens, int64. Ties have no fixed
+    order.
 
-    Each rank finds its own, and they are merged: ranks exchange k numbers a token. Collective over the tensor-parallel group.
+    Each rank finds its own, and they are merged: ranks exchange k numbers a token. Collective over the tensor-parallel
+    group.
     """
     group, values, tokens = columns.group, [], []
     for chunk in columns.chunks():
@@ -48,7 +50,9 @@ def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabular
 
     Collective over the tensor-parallel group; the backward pass has no collective.
     """
-    logits_TK, log_sum_T, negentropy_T = _StudentScores.apply(columns.inputs, columns.weight_VD, columns, tokens_TK, needs_vocabulary)
+    logits_TK, log_sum_T, negentropy_T = _StudentScores.apply(
+        columns.inputs, columns.weight_VD, columns, tokens_TK, needs_vocabulary
+    )
     return StudentScores(logits_TK, log_sum_T, negentropy_T) if needs_vocabulary else StudentScores(logits_TK)
 
 
@@ -57,7 +61,12 @@ class _StudentScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, tokens_TK: Tensor, needs_vocabulary: bool
+        ctx: Any,
+        inputs: Tensor,
+        weight_VD: Tensor | None,
+        columns: OutputColumns,
+        tokens_TK: Tensor,
+        needs_vocabulary: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         column_TK, is_local_TK = columns.place(tokens_TK)
         logits_TK = torch.zeros(tokens_TK.shape, device=inputs.device)
@@ -107,10 +116,14 @@ class _StudentScores(torch.autograd.Function):
         return gradients.inputs, gradients.weight(), None, None, None
 
 
-def _vocabulary_gradient(logits: Tensor, chunk: slice, of_vocabulary: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+def _vocabulary_gradient(
+    logits: Tensor, chunk: slice, of_vocabulary: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Tensor:
     """The gradient of log-sum and negentropy by a chunk's logits, overwritten: p * (a + b * (log p - negentropy))."""
     max_T, log_sum_T, negentropy_T = (part[chunk, None] for part in of_vocabulary)
-    log_sum_grad_T, negentropy_grad_T = (torch.zeros_like(log_sum_T) if grad is None else grad[chunk, None] for grad in grads)
+    log_sum_grad_T, negentropy_grad_T = (
+        torch.zeros_like(log_sum_T) if grad is None else grad[chunk, None] for grad in grads
+    )
     logprobs = logits.sub_(max_T).sub_(log_sum_T)
     if grads[1] is None:
         return logprobs.exp_().mul_(log_sum_grad_T)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes of this host's libraries: which fused kernels work, and how exactly float32 is multiplied.
 
-An importable module proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory: a warning, no error.
+An importable module proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory: a warning, no
+error.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     wanted = {
         "moe_permute_fusion": config.moe_permute_fusion and from_model.get("num_moe_experts") is not None,
         "apply_rope_fusion": config.apply_rope_fusion,
-        # Megatron fuses bias and activation of gated SiLU, and has a kernel of its own for the experts of Nemotron models.
+        # Megatron fuses bias and activation of gated SiLU, and has a kernel of its own for the experts of Nemotron
+        # models.
         "bias_activation_fusion": config.bias_activation_fusion and activation == "silu" and is_gated,
-        "use_fused_weighted_squared_relu": config.use_fused_weighted_squared_relu and activation == "squared_relu" and not is_gated,
+        "use_fused_weighted_squared_relu": config.use_fused_weighted_squared_relu
+        and activation == "squared_relu"
+        and not is_gated,
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
     }
     if not on_gpu():
@@ -59,8 +63,8 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
     """Megatron OptimizerConfig arguments to keep float32 main parameters in Transformer Engine's FusedAdam if possible.
 
-    Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters rather than the 16 bits
-    missing in bfloat16 weights: checkpoints hold float32 that any layout and host can load.
+    Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters rather
+    than the 16 bits missing in bfloat16 weights: checkpoints hold float32 that any layout and host can load.
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
     is_here = on_gpu()
@@ -82,8 +86,8 @@ def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) ->
             torch.cuda.synchronize()
         except RuntimeError as broken:
             raise RuntimeError(
-                f"{setting}=true: {fault}. This broke the process's CUDA context, and without a new process no GPU call can work; "
-                f"set {setting}=false, or repair the library that the kernel comes from"
+                f"{setting}=true: {fault}. This broke the process's CUDA context, and without a new process no GPU "
+                f"call can work; set {setting}=false, or repair the library that the kernel comes from"
             ) from broken
     if fault is not None:
         origin = "which is the default" if is_default else "which this config asks for"
@@ -133,7 +137,9 @@ def _rope_fault() -> str | None:
         return "Transformer Engine is not installed"
     device = torch.cuda.current_device()
     values = torch.randn(6, 2, 8, device=device)
-    angles = torch.outer(torch.arange(4.0, device=device), torch.tensor([1.0, 0.1, 0.01, 0.001], device=device)).repeat(1, 2)
+    angles = torch.outer(torch.arange(4.0, device=device), torch.tensor([1.0, 0.1, 0.01, 0.001], device=device)).repeat(
+        1, 2
+    )
     places = torch.tensor([0, 1, 2, 3, 0, 1], device=device)
     cos, sin = (function(angles[places])[:, None] for function in (torch.cos, torch.sin))
     first, second = values.chunk(2, dim=-1)
@@ -151,7 +157,10 @@ def _permute_fault() -> str | None:
     tokens, probs = torch.randn(8, 16, device=device), torch.rand(8, 4, device=device)
     routing_map = torch.zeros(8, 4, dtype=torch.bool, device=device).scatter_(1, probs.topk(2).indices, True)
     probs = probs * routing_map
-    plain, fused = (moe_utils.permute(tokens, routing_map, probs=probs, num_out_tokens=16, fused=is_fused) for is_fused in (False, True))
+    plain, fused = (
+        moe_utils.permute(tokens, routing_map, probs=probs, num_out_tokens=16, fused=is_fused)
+        for is_fused in (False, True)
+    )
     back = moe_utils.unpermute(fused[0], fused[2], tokens.shape, routing_map=routing_map, fused=True)
     if not (torch.equal(plain[0], fused[0]) and torch.allclose(back, 2 * tokens, atol=1e-4)):
         return "Transformer Engine's permutation gives wrong tokens"

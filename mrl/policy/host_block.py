@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes to which every tensor in a block is aligned, as CUDA aligns its allocations. Megatron starts its buckets at multiples of them, too:
-with less, cuBLAS may pick an algorithm that does not fit the address (megatron/core/distributed/param_and_grad_buffer.py)."""
+"""Bytes to which every tensor in a block is aligned, as CUDA aligns its allocations. Megatron starts its buckets at
+multiples of them, too: with less, cuBLAS may pick an algorithm that does not fit the address
+(megatron/core/distributed/param_and_grad_buffer.py)."""
 
 
 def _pageable(num_bytes: int) -> Tensor:
@@ -51,7 +52,9 @@ class HostBlock:
         return 0 if self._block is None else self._block.nbytes
 
     def holds(self, tensor: Tensor) -> bool:
-        return self._block is not None and tensor.untyped_storage().data_ptr() == self._block.untyped_storage().data_ptr()
+        return (
+            self._block is not None and tensor.untyped_storage().data_ptr() == self._block.untyped_storage().data_ptr()
+        )
 
     @torch.no_grad()
     def take_in(self, tensors: Sequence[Tensor]) -> None:
@@ -85,10 +88,16 @@ class HostStorages:
     Without the memory, reading a tensor fails. The host's block is kept for the next move.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, is_constant: bool, allocate: Callable[[int], Tensor] = pinned) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], *, is_constant: bool, allocate: Callable[[int], Tensor] = pinned
+    ) -> None:
         """`is_constant` tensors are copied to the host once, and later just dropped from the device."""
-        self._storages = list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
-        self._on_device = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
+        self._storages = list(
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values()
+        )
+        self._on_device = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages
+        ]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._is_constant, self._allocate = is_constant, allocate
         self._on_host: list[Tensor] | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropy under the sampling distribution, from logits or hidden states, vocabulary-parallel.
 
-Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
-size.
+Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding
+included), D hidden size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     """Number of tokens that a model chooses from: its config.json's, but the student's for a teacher.
 
-    Models with one tokenizer may round the rows of their embeddings up differently: 151,936 and 152,064 in Qwen 2.5. Engines draw only
-    tokens of the tokenizer.
+    Models with one tokenizer may round the rows of their embeddings up differently: 151,936 and 152,064 in Qwen 2.5.
+    Engines draw only tokens of the tokenizer.
     """
     names = [config.of_model(model).policy.model_name]
     if role_of(model) == "teacher":
@@ -52,7 +52,9 @@ class TokenDistribution:
     top_k: int | None = None
     """Number of likeliest tokens kept, with all as likely as the last of them; None = all."""
     top_p: float = 1.0
-    """Probability kept: of these tokens only the likeliest that add up to `top_p`, with all as likely as the last of them."""
+    """Probability kept: of these tokens only the likeliest that add up to `top_p`, with all as likely as the last of
+    them.
+    """
     defer_fp32_logits: bool = True
     """Converts logits to float32 in parts; false = a whole row at once. The values are the same."""
 
@@ -78,13 +80,15 @@ class TokenDistribution:
     def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The smallest logit per position that top-k and top-p keep, float32 [T], the same on every rank of `group`.
 
-        `scaled_TV` are this rank's float32 logits after temperature, without padding. Ranks exchange sums over columns, never logits.
-        Collective over `group` (tensor parallel): every rank calls it, in the same order.
+        `scaled_TV` are this rank's float32 logits after temperature, without padding. Ranks exchange sums over columns,
+        never logits. Collective over `group` (tensor parallel): every rank calls it, in the same order.
         """
         least_T = scaled_TV.new_full(scaled_TV.shape[:1], torch.finfo(torch.float32).min)
         if self.top_k is not None and self.top_k < self.vocab_size:
             target_T = torch.full_like(least_T, self.top_k)
-            least_T = _largest_reaching(lambda value_T: (scaled_TV >= value_T[:, None]).sum(dim=-1).float(), target_T, group)
+            least_T = _largest_reaching(
+                lambda value_T: (scaled_TV >= value_T[:, None]).sum(dim=-1).float(), target_T, group
+            )
         if self.top_p < 1.0:
             max_T = _local_max(scaled_TV)
             dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
@@ -93,7 +97,9 @@ class TokenDistribution:
             total_T = weights_TV.sum(dim=-1)
             dist.all_reduce(total_T, group=group)
             least_p_T = _largest_reaching(
-                lambda value_T: torch.where(scaled_TV >= value_T[:, None], weights_TV, 0.0).sum(dim=-1), self.top_p * total_T, group
+                lambda value_T: torch.where(scaled_TV >= value_T[:, None], weights_TV, 0.0).sum(dim=-1),
+                self.top_p * total_T,
+                group,
             )
             least_T = torch.maximum(least_T, least_p_T)
         return least_T
@@ -106,7 +112,9 @@ class TokenScores:
     logprobs_T: Tensor
     """Log-probabilities with gradient; -inf, without gradient, where top-k or top-p leave the label out."""
     untruncated_logprobs_T: Tensor
-    """Log-probabilities with gradient as if every token could be drawn; the same tensor where the distribution is not truncated."""
+    """Log-probabilities with gradient as if every token could be drawn; the same tensor where the distribution is not
+    truncated.
+    """
     entropy_T: Tensor
     """Entropy of the distribution in nats, without gradient."""
     is_likeliest_T: Tensor
@@ -141,7 +149,10 @@ class OutputColumns:
 
     def chunks(self) -> list[slice]:
         num_tokens = len(self.inputs)
-        return [slice(start, min(start + self.chunk_tokens, num_tokens)) for start in range(0, num_tokens, self.chunk_tokens)]
+        return [
+            slice(start, min(start + self.chunk_tokens, num_tokens))
+            for start in range(0, num_tokens, self.chunk_tokens)
+        ]
 
     def logits(self, chunk: slice) -> Tensor:
         """A float32 copy of the real columns of a chunk, after temperature."""
@@ -164,7 +175,9 @@ class Gradients:
         self.inputs = torch.zeros_like(columns.inputs) if needed[0] else None
         # A sum of many chunks would lose the small ones in bfloat16.
         weight_VD = columns.weight_VD
-        self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
+        self._weight_VD = (
+            torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
+        )
 
     def add(self, chunk: slice, grad: Tensor) -> None:
         """Adds the gradients by the logits of a chunk, before temperature."""
@@ -184,12 +197,17 @@ class Gradients:
 def scores_of(columns: OutputColumns, labels_T: Tensor) -> TokenScores:
     """Scores of the labels. Logits are divided by the temperature in float32 first, as the sampler does.
 
-    From hidden states, only `chunk_tokens` rows of logits exist at a time, also in the backward pass. The gradient of hidden states comes
-    from this rank's columns and is still to be summed over the group; the weight's is summed over the chunks in float32. Collective over
-    the tensor-parallel group: every rank calls it, in the same order; the backward pass has no collective.
+    From hidden states, only `chunk_tokens` rows of logits exist at a time, also in the backward pass. The gradient of
+    hidden states comes from this rank's columns and is still to be summed over the group; the weight's is summed over
+    the chunks in float32. Collective over the tensor-parallel group: every rank calls it, in the same order; the
+    backward pass has no collective.
     """
-    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(columns.inputs, columns.weight_VD, columns, labels_T)
-    return TokenScores(logprobs_T, untruncated_T if columns.distribution.is_truncated else logprobs_T, entropy_T, likeliest_T)
+    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(
+        columns.inputs, columns.weight_VD, columns, labels_T
+    )
+    return TokenScores(
+        logprobs_T, untruncated_T if columns.distribution.is_truncated else logprobs_T, entropy_T, likeliest_T
+    )
 
 
 class _Scores(torch.autograd.Function):
@@ -203,7 +221,8 @@ class _Scores(torch.autograd.Function):
         ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         distribution, group, (column_T, is_local_T) = columns.distribution, columns.group, columns.place(labels_T)
-        # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is truncated.
+        # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is
+        # truncated.
         max_T = torch.empty(len(labels_T), device=inputs.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
@@ -238,7 +257,9 @@ class _Scores(torch.autograd.Function):
         # Not `columns` itself: it holds the inputs, which only the graph frees in time.
         ctx.of_columns = distribution, group, columns.chunk_tokens
         normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
-        ctx.save_for_backward(inputs, weight_VD, column_T, is_local_T, *normalizers, least_kept_T, label_T >= least_kept_T)
+        ctx.save_for_backward(
+            inputs, weight_VD, column_T, is_local_T, *normalizers, least_kept_T, label_T >= least_kept_T
+        )
         ctx.set_materialize_grads(False)
         is_likeliest_T = above_T >= 0
         ctx.mark_non_differentiable(entropy_T, is_likeliest_T)
@@ -246,15 +267,25 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        inputs, weight_VD, column_T, is_local_T, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = ctx.saved_tensors
+        inputs, weight_VD, column_T, is_local_T, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = (
+            ctx.saved_tensors
+        )
         columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
-        gradients, distribution, (grad_T, untruncated_grad_T, *_) = Gradients(columns, ctx.needs_input_grad), columns.distribution, grads
+        gradients, distribution, (grad_T, untruncated_grad_T, *_) = (
+            Gradients(columns, ctx.needs_input_grad),
+            columns.distribution,
+            grads,
+        )
 
         def by_logits(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
             """Labels' log-softmax gradient: 1 - probability for the label, -probability for others over temperature."""
             scale = grad_T[chunk, None] / distribution.temperature
             result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
-            return result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None]) if columns.num_real else result
+            return (
+                result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None])
+                if columns.num_real
+                else result
+            )
 
         for chunk in columns.chunks():
             scaled, grad = columns.logits(chunk), None
@@ -279,8 +310,8 @@ def _local_max(scaled_TV: Tensor) -> Tensor:
 def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest float32 such that all ranks' columns at or above it weigh at least `target_T`; the lowest if none.
 
-    `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the result is exactly
-    one of the columns, without sorting or gathering the vocabulary.
+    `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the
+    result is exactly one of the columns, without sorting or gathering the vocabulary.
     """
 
     def flipped(bits_T: Tensor) -> Tensor:

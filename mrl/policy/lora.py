@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: adapters for the linear layers of the frozen model, and the merged weights that engines get.
 
-Nothing writes the base weights. Engines read an adapted layer from a second tensor, merged anew whenever weights are settled.
-An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the other factor whole.
+Nothing writes the base weights. Engines read an adapted layer from a second tensor, merged anew whenever weights are
+settled. An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the other
+factor whole.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class _Factor(nn.Module):
     def replica_id(self) -> tuple[int, int, int]:
         """Returns the replica id of its checkpoint entry: zeros on the rank that writes it."""
         if self.is_expert:
-            rank, replica = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
+            rank, replica = (
+                parallel_state.get_expert_tensor_parallel_rank(),
+                parallel_state.get_expert_data_parallel_rank(),
+            )
         else:
             rank = parallel_state.get_tensor_model_parallel_rank()
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -88,7 +92,13 @@ class _Adapter(nn.Module):
     """Adapter of a linear layer: scale * B A x, to be added to the layer's own output."""
 
     def __init__(
-        self, layer: str, settings: PeftConfig, factors: Mapping[str, SlotLayout], device: torch.device, *, sequence_parallel: bool
+        self,
+        layer: str,
+        settings: PeftConfig,
+        factors: Mapping[str, SlotLayout],
+        device: torch.device,
+        *,
+        sequence_parallel: bool,
     ) -> None:
         """`layer` is the full name of the linear layer; `factors` are this rank's by name."""
         super().__init__()
@@ -142,7 +152,9 @@ class _Adapter(nn.Module):
 class Lora:
     """The adapters of this rank; none where `megatron_cfg.peft` is not enabled."""
 
-    def __init__(self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None) -> None:
+    def __init__(
+        self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None
+    ) -> None:
         """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to adapters."""
         self.layout = layout
         self.description = description
@@ -156,7 +168,8 @@ class Lora:
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
         """Adds the adapters to the live weights, which engines then read; passes of the trainer need `unmerge` first.
 
-        There is one copy of the weights on the device, because two and the engine's would not fit; the base waits on the host.
+        There is one copy of the weights on the device, because two and the engine's would not fit; the base waits on
+        the host.
         """
         if self._is_merged:
             return
@@ -213,7 +226,9 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     if not settings.enabled:
         return Lora({}, {}, None)
     base = family(hf_config)
-    targets = adapted_layers(base, hf_config, target_modules=settings.target_modules, exclude_modules=settings.exclude_modules)
+    targets = adapted_layers(
+        base, hf_config, target_modules=settings.target_modules, exclude_modules=settings.exclude_modules
+    )
     adapters = adapter_family(base, targets, settings.dim)
     dtype = settings.lora_dtype if settings.lora_dtype in ("float32", "bfloat16") else config.precision
     factors = adapters.megatron_layout(hf_config, config.megatron_cfg.parallel, parallel.coordinates(), dtype)
@@ -225,8 +240,9 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
         model = unwrap_model(chunk)
         if model.config.moe_shared_expert_overlap and any(".shared_experts." in layer for layer in targets):
             raise ValueError(
-                "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters cannot overlap with the routed ones; "
-                "set it to false, or policy.megatron_cfg.peft.exclude_modules to ['*.shared_experts.*']"
+                "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters cannot overlap "
+                "with the routed ones; set it to false, or policy.megatron_cfg.peft.exclude_modules to "
+                "['*.shared_experts.*']"
             )
         model.requires_grad_(False)
         keep_gradients_flowing(model)
@@ -297,7 +313,9 @@ def _add_output(module: nn.Module, adapters: list[_Adapter]) -> None:
             # The layer norms its input itself; this makes it return the normed input with its output.
             setattr(module, "return_layernorm_output", True)  # noqa: B010  (torch types attributes of modules as tensors)
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]) -> object:
+    def add(
+        module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]
+    ) -> object:
         output, bias = result
         x = inputs[0]
         if isinstance(output, tuple):

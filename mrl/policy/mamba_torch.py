@@ -2,8 +2,8 @@
 """Mamba-2 kernels in plain torch, called like those of mamba_ssm, for hosts that cannot run it.
 
 Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.
-Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, K heads of a group,
-S state, M chunks, Q chunk length.
+Shape suffixes: N sequences, L padded length, C channels of the convolution, H heads, P head dim, G groups, K heads of a
+group, S state, M chunks, Q chunk length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from mrl.policy.packed import packed_layout
 
-# The quadratic part of a chunk costs L * Q, the states between chunks L / Q: 64 is the fastest on CPUs for states of 16 to 128.
+# The quadratic part of a chunk costs L * Q, the states between chunks L / Q: 64 is the fastest on CPUs for states of 16
+# to 128.
 MAX_CHUNK = 64
 
 
@@ -38,12 +39,15 @@ def mamba_split_conv1d_scan_combined(
 ) -> Tensor:
     """Convolution, state-space scan and gate of Mamba-2, [batch, tokens, heads * headdim], in the dtype of `zxbcdt`.
 
-    Supports the arguments of mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined with which MambaMixer trains: no initial
-    or final states; the norm (see `norm_before_gate`) and the output projection are separate.
-    `zxbcdt` [batch, tokens, z|x|B|C|dt]; `seq_idx` [1, tokens], ascending, resets convolution and state where it changes.
+    Supports the arguments of mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined with which MambaMixer
+    trains: no initial or final states; the norm (see `norm_before_gate`) and the output projection are separate.
+    `zxbcdt` [batch, tokens, z|x|B|C|dt]; `seq_idx` [1, tokens], ascending, resets convolution and state where it
+    changes.
     """
     assert activation == "silu"
-    assert headdim is not None, "MambaMixer passes headdim unless D has one value per channel, which nemotron_h does not"
+    assert headdim is not None, (
+        "MambaMixer passes headdim unless D has one value per channel, which nemotron_h does not"
+    )
     batch, num_tokens, _ = zxbcdt.shape
     num_heads = dt_bias.shape[0]
     inner = num_heads * headdim
@@ -95,7 +99,9 @@ def _shifts(weight_CW: Tensor) -> list[tuple[int, Tensor]]:
     return [(shift, weight_CW[:, width - 1 - shift]) for shift in range(1, width)]
 
 
-def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_groups: int, head_dim: int, chunk: int) -> Tensor:
+def _scan(
+    xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_groups: int, head_dim: int, chunk: int
+) -> Tensor:
     """State-space scan of padded sequences by chunks (arXiv:2405.21060, listing 1), [N, L, H * P]."""
     num, length, num_heads = dt_NLH.shape
     inner = num_heads * head_dim
@@ -106,7 +112,9 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
     chunked = (num * num_chunks, chunk)
     x, B, C = xbc_NLC.split([inner, num_groups * state_size, num_groups * state_size], dim=-1)
     x_NLHP = x.unflatten(-1, (num_heads, head_dim))
-    u_MGKQP = (x_NLHP * dt_NLH.unsqueeze(-1)).view(*chunked, num_groups, heads_per_group, head_dim).permute(0, 2, 3, 1, 4)
+    u_MGKQP = (
+        (x_NLHP * dt_NLH.unsqueeze(-1)).view(*chunked, num_groups, heads_per_group, head_dim).permute(0, 2, 3, 1, 4)
+    )
     B_MGQS, C_MGQS = (t.reshape(*chunked, num_groups, state_size).transpose(1, 2) for t in (B, C))
 
     # Decays are differences of sums over a chunk; float64 keeps them exact for neighbours when the sums are large.

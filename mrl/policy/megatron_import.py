@@ -37,10 +37,12 @@ def as_it_is(function: object = None, *_: object, **__: object) -> object:
 def import_megatron(device_index: int = 0) -> None:
     """Imports megatron.core, once per process, on this GPU if any. Call it before anything else imports Megatron parts.
 
-    Transformer Engine opens a context on the current GPU while it is imported, where flash-attn is installed: a few hundred megabytes.
+    Transformer Engine opens a context on the current GPU while it is imported, where flash-attn is installed: a few
+    hundred megabytes.
 
-    Megatron 0.16.1 imports wandb, for its inference contexts, and all of torch._inductor, because it decorates small fusions with
-    `torch.compile`: 4 of the 6 CPU seconds of its import. No rank uses wandb. Hosts without CUDA neither compile nor run Triton kernels.
+    Megatron 0.16.1 imports wandb, for its inference contexts, and all of torch._inductor, because it decorates small
+    fusions with `torch.compile`: 4 of the 6 CPU seconds of its import. No rank uses wandb. Hosts without CUDA neither
+    compile nor run Triton kernels.
     """
     if "megatron.core" in sys.modules:
         return

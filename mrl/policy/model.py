@@ -52,11 +52,14 @@ def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoord
     return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 
-def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False) -> list[MegatronModule]:
+def build_model(
+    config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False
+) -> list[MegatronModule]:
     """Builds this rank's model chunks, one per virtual pipeline stage, randomly initialised, bare of data parallelism.
 
-    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. Without `is_trained`, no
-    parameter takes a gradient, so that data parallelism and the optimizer keep nothing for it; so with MTP layers without `trains_mtp`.
+    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. Without
+    `is_trained`, no parameter takes a gradient, so that data parallelism and the optimizer keep nothing for it; so with
+    MTP layers without `trains_mtp`.
     """
     model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
@@ -70,7 +73,9 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     model_arguments = dict(arguments["model"])
     model_arguments["vocab_size"] = -(-int(str(model_arguments["vocab_size"])) // multiple) * multiple
     chunks = [
-        _build_chunk(transformer_config, model_family.model_class, index, megatron, model_arguments, arguments.get("mtp"))
+        _build_chunk(
+            transformer_config, model_family.model_class, index, megatron, model_arguments, arguments.get("mtp")
+        )
         for index in range(megatron.parallel.vpp)
     ]
     _freeze(chunks, config, hf_config)
@@ -100,7 +105,9 @@ def _build_chunk(
         parallel_output=True,
     )
     if model_class == "gpt":
-        chunk = GPTModel(config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments)
+        chunk = GPTModel(
+            config, with_packed_routers(gpt_block_spec(config, vp_stage)), vp_stage=vp_stage, **stage, **arguments
+        )
     else:
         assert vp_stage is None, "config rules and conversion tables refuse it"
         spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
@@ -112,10 +119,13 @@ def _build_chunk(
     expected = megatron.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), config.num_layers, index)
     live = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     if live != list(expected):
-        raise RuntimeError(f"chunk {index} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
+        raise RuntimeError(
+            f"chunk {index} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}"
+        )
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            # Megatron marks experts only at EP > 1: without EP, gradients would stay unsummed over tp, and checkpoints would differ.
+            # Megatron marks experts only at EP > 1: without EP, gradients would stay unsummed over tp, and checkpoints
+            # would differ.
             parameter.allreduce = False
     use_row_dispatchers(chunk, megatron)
     return chunk
@@ -155,7 +165,9 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     if virtual_stages(megatron) is not None:
         # Batched transfers to one peer are matched by order: with two stages, activations would be taken for gradients.
-        arguments |= dict(virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False)
+        arguments |= dict(
+            virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False
+        )
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
         arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.activation_checkpointing:
@@ -197,11 +209,16 @@ def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfCon
         for name, parameter in chunk.named_parameters():
             names = {piece.name for piece in layout[Slot(table_name(name), index)].pieces}
             matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
-            is_router = name.startswith("decoder.") and name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
+            is_router = (
+                name.startswith("decoder.")
+                and name.endswith("mlp.router.weight")
+                and config.megatron_cfg.freeze_moe_router
+            )
             if matched and matched != names and not is_router:
                 raise ValueError(
-                    f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, which Megatron holds in one "
-                    f"tensor with {', '.join(sorted(names - matched))}; name all of them or none"
+                    f"policy.megatron_cfg.freeze_config.modules={patterns} names {', '.join(sorted(matched))}, "
+                    f"which Megatron holds in one tensor with {', '.join(sorted(names - matched))}; name all of "
+                    "them or none"
                 )
             if is_router or matched:
                 parameter.requires_grad_(False)

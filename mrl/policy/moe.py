@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert routing: Megatron layer arguments, a router aware of its row, a dispatcher for any row length, router replay.
 
-Megatron's own router treats a row as one sequence and padding as tokens, and weights rows' auxiliary losses by numbers of tokens that
-differ between layouts.
-Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, K experts per token, L layers of
-the whole model, or those with experts on this rank.
+Megatron's own router treats a row as one sequence and padding as tokens, and weights rows' auxiliary losses by numbers
+of tokens that differ between layouts.
+Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, K experts per
+token, L layers of the whole model, or those with experts on this rank.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_aux_loss_coeff=config.moe_aux_loss_coeff,
         moe_router_bias_update_rate=0.0,
         # Megatron refuses its allgather dispatcher for rows that differ in length; `use_row_dispatchers` puts ours in.
-        moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
+        moe_token_dispatcher_type="alltoall"
+        if config.moe_token_dispatcher_type == "allgather"
+        else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
         moe_grouped_gemm=specs.HAVE_TE,
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and on_gpu(),
@@ -65,7 +67,9 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 Choice = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
-"""Megatron's choice of experts: scores [T, E], experts per token, groups, chosen groups -> scores and ids, both [T, K]."""
+"""Megatron's choice of experts: scores [T, E], experts per token, groups, chosen groups -> scores and ids,
+both [T, K].
+"""
 
 
 def with_packed_routers(spec: Spec) -> Spec:
@@ -85,7 +89,10 @@ def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.token_dispatcher = RowAllGatherDispatcher(
-                layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=get_default_pg_collection()
+                layer.num_local_experts,
+                layer.local_expert_indices,
+                config=layer.config,
+                pg_collection=get_default_pg_collection(),
             )
 
 
@@ -122,7 +129,9 @@ def _routers(chunks: Sequence[nn.Module]) -> Iterator[PackedRouter]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 
-def best_first(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_choice: Choice) -> tuple[Tensor, Tensor]:
+def best_first(
+    scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_choice: Choice
+) -> tuple[Tensor, Tensor]:
     """Scores and ids of the experts that Megatron chooses for each token, both [T, K].
 
     From 0.17 on Megatron orders them in passes with gradient only, and a sum of scores rounds by their order.
@@ -135,15 +144,18 @@ def best_first(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk:
 class PackedRouter(TopKRouter):
     """Megatron's router that counts each expert's tokens and takes auxiliary losses over sequences, rows or the batch.
 
-    Counts only passes with gradient, and of a recomputed layer only the recomputation: neither logprob passes nor padding move a bias.
-    With f an expert's share of the choices and P its mean score, a loss is E * sum(f * P):
+    Counts only passes with gradient, and of a recomputed layer only the recomputation: neither logprob passes nor
+    padding move a bias. With f an expert's share of the choices and P its mean score, a loss is E * sum(f * P):
 
-        seq_aux_loss     of each sequence; the mean over the sequences of the global batch (DeepSeek-V3, arXiv:2412.19437)
-        aux_loss         of each packed row; the mean over rows, weighted by their tokens (Switch, arXiv:2101.03961)
-        global_aux_loss  f of all rows so far of all data-parallel ranks (arXiv:2501.11873), P of the global batch
+        seq_aux_loss     of each sequence; the mean over the sequences of the global batch (DeepSeek-V3,
+        arXiv:2412.19437) aux_loss         of each packed row; the mean over rows, weighted by their tokens (Switch,
+        arXiv:2101.03961) global_aux_loss  f of all rows so far of all data-parallel ranks (arXiv:2501.11873), P of the
+        global batch
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool
+    ) -> None:
         super().__init__(config, pg_collection, **place)
         if not IS_OLD:
             self.router_replay = SimpleNamespace(get_replay_topk=best_first)
@@ -171,7 +183,9 @@ class PackedRouter(TopKRouter):
             is_token_T = self.row.sequences_T < self.row.num_sequences
             self.tokens_E = self.tokens_E + (routing_map & is_token_T[:, None]).sum(dim=0)
 
-    def _with_loss(self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor, *_: object, **__: object) -> Tensor:
+    def _with_loss(
+        self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor, *_: object, **__: object
+    ) -> Tensor:
         """`probs`, whose backward pass adds the gradient of this rank's loss: they are summed over ranks and rows."""
         coefficient = self.get_aux_loss_coeff(kind)
         if coefficient == 0:
@@ -189,10 +203,15 @@ class PackedRouter(TopKRouter):
             self.batch_tokens_SE = tokens_SE = self.batch_tokens_SE + tokens_SE
         choices_S1 = tokens_SE.sum(dim=1, keepdim=True).clamp(min=1)
         weights_SE = tokens_SE.double() / choices_S1 * tokens_SE.shape[1]
-        weights_SE = weights_SE / (choices_S1 / self.topk * row.batch.num_sequences if per_sequence else row.batch.num_tokens)
-        # A weight per token and expert instead of sums of scores per part: its backward pass is deterministic on GPUs, too.
+        weights_SE = weights_SE / (
+            choices_S1 / self.topk * row.batch.num_sequences if per_sequence else row.batch.num_tokens
+        )
+        # A weight per token and expert instead of sums of scores per part: its backward pass is deterministic on GPUs,
+        # too.
         loss = (F.pad(weights_SE, (0, 0, 0, 1)).to(scores_TE.dtype)[part_T] * scores_TE).sum() / self.passes_per_row
-        self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
+        self.losses[kind] = (
+            self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
+        )
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
     _apply_aux_loss = partialmethod(_with_loss, "aux_loss")
@@ -221,14 +240,17 @@ class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 def take_routing(chunks: Sequence[DistributedDataParallel], *, loss_type: str) -> Routing:
     """The counts of all routers since the last call. `loss_type` is the policy's moe_router_load_balancing_type.
 
-    Collective over all ranks where the model has experts. Experts train with sequence parallelism, so one rank counts each token.
+    Collective over all ranks where the model has experts. Experts train with sequence parallelism, so one rank counts
+    each token.
     """
     config, device = chunks[0].config, next(chunks[0].parameters()).device
     num_layers = getattr(config, "num_layers_with_mtp", config.num_layers)
     tokens_LE = torch.zeros(num_layers, config.num_moe_experts or 0, dtype=torch.int64, device=device)
     if config.num_moe_experts is None:
         return Routing(tokens_LE.cpu(), {})
-    losses = {kind: torch.zeros(num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type}
+    losses = {
+        kind: torch.zeros(num_layers, dtype=torch.double, device=device) for kind in LOSS_NAMES if kind == loss_type
+    }
     for router in _routers(chunks):
         tokens_LE[router.layer_index] = router.tokens_E
         for kind, loss in router.losses.items():
@@ -252,16 +274,17 @@ def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Rou
 class RouterReplay:
     """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose.
 
-    The probabilities are the policy's own scores of those experts, so gradients flow through the gate; the balancing bias has no effect,
-    because it only changes choices. Statistics count the experts that tokens were really sent to. Auxiliary losses rate the scores
-    against the router's own choice, as in Megatron.
+    The probabilities are the policy's own scores of those experts, so gradients flow through the gate; the balancing
+    bias has no effect, because it only changes choices. Statistics count the experts that tokens were really sent to.
+    Auxiliary losses rate the scores against the router's own choice, as in Megatron.
 
-    Megatron calls a router's `router_replay` instead of choosing. We do not use Megatron's own RouterReplay: global switches tell it
-    whether a call belongs to a forward pass or to a recomputation, which takes its routes from a queue. Under 1F1B both kinds alternate,
-    and passes without recomputation leave the queue full.
+    Megatron calls a router's `router_replay` instead of choosing. We do not use Megatron's own RouterReplay: global
+    switches tell it whether a call belongs to a forward pass or to a recomputation, which takes its routes from a
+    queue. Under 1F1B both kinds alternate, and passes without recomputation leave the queue full.
 
-    A rank computes one microbatch at a time: forward, backward, or recomputed. `enter` sets it at the start of the forward pass. The
-    gradient of its output, which backward computes first, sets it again, so recomputation follows the same routes in any schedule.
+    A rank computes one microbatch at a time: forward, backward, or recomputed. `enter` sets it at the start of the
+    forward pass. The gradient of its output, which backward computes first, sets it again, so recomputation follows the
+    same routes in any schedule.
     """
 
     def __init__(self, chunks: Sequence[MegatronModule], expert_layers: Sequence[int]) -> None:
@@ -269,7 +292,9 @@ class RouterReplay:
         self._num_layers = len(expert_layers)
         self._layers: list[int] = []
         self._current: tuple[Tensor, Tensor] | None = None
-        """Routes of the microbatch for this rank's tokens and layers: expert ids [L, T, K], and a mask [T] of tokens with routes."""
+        """Routes of the microbatch for this rank's tokens and layers: expert ids [L, T, K], and a mask [T] of tokens
+        with routes.
+        """
         self._is_counting = False
         for chunk in unwrap_model(list(chunks)):
             for layer in chunk.decoder.layers:
@@ -277,7 +302,9 @@ class RouterReplay:
                     router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, len(self._layers)))
                     self._layers.append(expert_layers.index(layer.layer_number - 1))
         self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk
-        self._counts_L2 = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device)
+        self._counts_L2 = torch.zeros(
+            len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device
+        )
 
     def check(self, rows: Sequence[PackedRow]) -> None:
         """Checks that every row with tokens to train on has routes of this model."""
@@ -285,12 +312,16 @@ class RouterReplay:
             if not row.sequence_indices or (row.routes is None and not row.num_valid_tokens):
                 continue
             if row.routes is None:
-                raise ValueError("policy.router_replay.enabled=true, but rollouts came without routes; their engine was started without it")
+                raise ValueError(
+                    "policy.router_replay.enabled=true, but rollouts came without routes; their engine was started "
+                    "without it"
+                )
             shape = tuple(row.routes.expert_ids_TLK.shape[1:])
             if shape != (self._num_layers, self._topk) or int(row.routes.expert_ids_TLK.max()) >= self._num_experts:
                 raise ValueError(
-                    f"routes of {shape} (layers, experts per token) with ids up to {int(row.routes.expert_ids_TLK.max())} are not those of "
-                    f"this model: {(self._num_layers, self._topk)}, {self._num_experts} experts"
+                    f"routes of {shape} (layers, experts per token) with ids up to "
+                    f"{int(row.routes.expert_ids_TLK.max())} are not those of this model: "
+                    f"{(self._num_layers, self._topk)}, {self._num_experts} experts"
                 )
 
     def enter(self, row: PackedRow) -> None:
@@ -335,7 +366,10 @@ class RouterReplay:
         dist.all_reduce(counts)
         shares = counts[:, 0] / counts[:, 1].clamp(min=1)
         total = counts.sum(dim=0)
-        return {"router_mismatch": float(total[0] / total[1].clamp(min=1)), "router_mismatch_worst_layer": float(shares.max())}
+        return {
+            "router_mismatch": float(total[0] / total[1].clamp(min=1)),
+            "router_mismatch_worst_layer": float(shares.max()),
+        }
 
     def _choose(
         self,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of multi-token prediction (MTP, arXiv:2412.19437, section 2.2) of Megatron's hybrid models, on the last stage.
 
-megatron-core 0.16.1 has them for GPT models only. Names and keys here are those that its later versions give hybrid models.
-Shape suffixes: T tokens of this rank's part of a row (of which a tp rank has its share under sequence parallelism), D hidden size.
+megatron-core 0.16.1 has them for GPT models only. Names and keys here are those that its later versions give hybrid
+models. Shape suffixes: T tokens of this rank's part of a row (of which a tp rank has its share under sequence
+parallelism), D hidden size.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ class MtpBlock(MegatronModule):
     """The MTP layers of a model: one `MtpStep` for each token beyond the next, or one for all of them."""
 
     def __init__(
-        self, config: TransformerConfig, stack: ModuleSpec, *, pattern: str, num_steps: int, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        stack: ModuleSpec,
+        *,
+        pattern: str,
+        num_steps: int,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """`config` is the model's, `stack` builds its hybrid stack, and `pattern` has a letter per layer of a step."""
         super().__init__(config)
@@ -55,9 +62,13 @@ class MtpBlock(MegatronModule):
             [MtpStep(config, stack, pattern, num_layers + index * len(pattern), groups) for index in range(num_steps)]
         )
         self.embedding: tuple[LanguageModelEmbedding, ...] = ()
-        """Copy of the first stage's embedding on the last of several stages (`embedding_on_last_stage`); the tuple hides it from torch."""
+        """Copy of the first stage's embedding on the last of several stages (`embedding_on_last_stage`); the tuple
+        hides it from torch.
+        """
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
         """Entries of a Megatron checkpoint; called by the model's method of this name."""
         entries: ShardedStateDict = {}
         for index, step in enumerate(self.layers):
@@ -70,7 +81,12 @@ class MtpStep(MegatronModule):
     """An MTP step: combines a token's hidden state with a later embedding into the state predicting the token after."""
 
     def __init__(
-        self, config: TransformerConfig, stack: ModuleSpec, pattern: str, first_layer: int, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        stack: ModuleSpec,
+        pattern: str,
+        first_layer: int,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """`first_layer` is the 0-based index of its first layer in expert statistics, behind the model's own layers."""
         super().__init__(config)
@@ -88,7 +104,9 @@ class MtpStep(MegatronModule):
             skip_bias_add=False,
             is_expert=False,
         )
-        self.mtp_model_layer = build_module(stack, config, **stack_arguments(pattern), post_layer_norm=False, pg_collection=pg_collection)
+        self.mtp_model_layer = build_module(
+            stack, config, **stack_arguments(pattern), post_layer_norm=False, pg_collection=pg_collection
+        )
         for index, layer in enumerate(self.mtp_model_layer.layers):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.set_layer_number(first_layer + index + 1)
@@ -104,7 +122,9 @@ class MtpStep(MegatronModule):
         With gradient, `hidden_T1D` must require one; otherwise recomputed layers would get none.
         """
         if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
-            joined_T1D = tensor_parallel.checkpoint(self._join, self.config.distribute_saved_activations, hidden_T1D, embedded_T1D)
+            joined_T1D = tensor_parallel.checkpoint(
+                self._join, self.config.distribute_saved_activations, hidden_T1D, embedded_T1D
+            )
         else:
             joined_T1D = self._join(hidden_T1D, embedded_T1D)
         return self.final_layernorm(self.mtp_model_layer(joined_T1D, attention_mask=None, packed_seq_params=packed))
@@ -199,7 +219,11 @@ def _embedding_like(model: MegatronModule) -> LanguageModelEmbedding:
     config = copy.copy(model.config)
     config.perform_initialization = False
     embedding = LanguageModelEmbedding(
-        config, model.vocab_size, model.max_sequence_length, position_embedding_type="none", tp_group=model.pg_collection.tp
+        config,
+        model.vocab_size,
+        model.max_sequence_length,
+        position_embedding_type="none",
+        tp_group=model.pg_collection.tp,
     )
     return embedding.to(device=next(model.parameters()).device, dtype=config.params_dtype)
 

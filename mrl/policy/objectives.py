@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objective of each algorithm, and of a critic: the loss of a row of a global batch, and its share of the metrics.
 
-The loss of multi-token prediction can be added to any token objective. Shape suffixes: T tokens of a row, or of this rank's part of it,
-K steps, D hidden size, V vocabulary columns of this rank.
+The loss of multi-token prediction can be added to any token objective. Shape suffixes: T tokens of a row, or of this
+rank's part of it, K steps, D hidden size, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Objective:
     """Loss that a train step minimises."""
 
     row_loss: Callable[[Tensor, PackedRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
-    """Loss of a row (with gradient by this rank's tokens) and its share of the metrics, from the model's output on the last pipeline
-    stage. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
+    """Loss of a row (with gradient by this rank's tokens) and its share of the metrics, from the model's output on the
+    last pipeline stage. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
     finish: Callable[[dict[str, float]], dict[str, float]] = dict
     """Metrics of the global batch from the sums (or extremes) over all rows."""
     around: Callable[[list[DistributedDataParallel]], AbstractContextManager[object]] = nullcontext
@@ -113,7 +113,9 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local, device = own_positions(row), output.device
         columns = output_columns(model, output, distribution)
-        teacher = row.teacher or PackedTeacher(torch.zeros(len(row.labels_T), 1), torch.zeros(len(row.labels_T), 1, dtype=torch.int64))
+        teacher = row.teacher or PackedTeacher(
+            torch.zeros(len(row.labels_T), 1), torch.zeros(len(row.labels_T), 1, dtype=torch.int64)
+        )
         tokens_TK = teacher.token_ids_TK[local].to(device)
         student = student_scores(columns, tokens_TK, needs_vocabulary=needs_vocabulary(config))
         weights_T = (row.loss_mask_T[local] / max(size.num_valid_tokens, 1)).to(device)
@@ -145,7 +147,9 @@ def _dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Bat
         learned = answers.mean if config.sft_average_log_probs else answers.sum
         log_ratios_2B = compared(logprobs_T - row.reference_logprobs_T)[: len(row.lengths)]
         logprobs_2B = learned(logprobs_T)[: len(row.lengths)]
-        loss, metrics = dpo_loss(log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)
+        loss, metrics = dpo_loss(
+            log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config
+        )
         return loss, _shared_metrics(metrics)
 
     return Objective(row_loss)
@@ -191,12 +195,13 @@ def _shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_mtp(objective: Objective, rows: Sequence[PackedRow], config: MegatronConfig, vocab_size: int) -> Objective:
     """The objective plus the MTP layers' loss, and their metrics: `mtp_K_loss`, `mtp_K_acceptance_rate`, from step 1.
 
-    At position t, step k of K predicts the label of position t + k from the hidden state of step k - 1 (of the model, for the first) and
-    the embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative log-likelihood of the labels that count,
-    at temperature 1 (arXiv:2412.19437, equations 24 and 25). Each mean is over the global batch, so that no packing or layout changes it.
+    At position t, step k of K predicts the label of position t + k from the hidden state of step k - 1 (of the model,
+    for the first) and the embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative
+    log-likelihood of the labels that count, at temperature 1 (arXiv:2412.19437, equations 24 and 25). Each mean is over
+    the global batch, so that no packing or layout changes it.
 
-    An acceptance rate is the share of labels that the step holds likeliest. `rows` are this rank's, of the global batch. Collective over
-    the dp group.
+    An acceptance rate is the share of labels that the step holds likeliest. `rows` are this rank's, of the global
+    batch. Collective over the dp group.
     """
     counts = _label_counts(rows, config.mtp_num_layers)
     loss_of = partial(_row_loss, counts=counts, config=config, distribution=TokenDistribution(vocab_size))
@@ -239,11 +244,14 @@ def _row_loss(
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.mtp_detach_heads):
             # The second argument, positions, is None: hybrid models have none.
             embedded_T1D = embedding(tokens_T[None], tokens_T[None])
-        # On the last stage a row's backward pass directly follows its forward pass, so routers still know the row in recomputation.
+        # On the last stage a row's backward pass directly follows its forward pass, so routers still know the row in
+        # recomputation.
         hidden_T1D = block.layers[(ahead - 1) % len(block.layers)](hidden_T1D, embedded_T1D, packed)
         columns = output_columns(model, hidden_T1D.transpose(0, 1), distribution)
         assert columns.weight_VD is not None, "the model returns hidden states where MTP layers are trained"
-        scores = scores_of(replace(columns, weight_VD=columns.weight_VD.detach()) if config.mtp_detach_heads else columns, labels_T)
+        scores = scores_of(
+            replace(columns, weight_VD=columns.weight_VD.detach()) if config.mtp_detach_heads else columns, labels_T
+        )
         weights_T = mask_T / max(counts[ahead - 1], 1)
         loss = -(scores.logprobs_T * weights_T).sum()
         total = total + loss * (config.mtp_loss_scaling_factor / config.mtp_num_layers)
@@ -263,6 +271,8 @@ def _label_counts(rows: Sequence[PackedRow], num_steps: int) -> list[int]:
     """Counts the labels of each step over the global batch. Collective over the dp group."""
     counts = torch.zeros(num_steps, dtype=torch.int64)
     for row in rows:
-        counts += torch.stack([shifted(row.loss_mask_T, row.cu_seqlens, ahead).sum().long() for ahead in range(1, num_steps + 1)])
+        counts += torch.stack(
+            [shifted(row.loss_mask_T, row.cu_seqlens, ahead).sum().long() for ahead in range(1, num_steps + 1)]
+        )
     dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     return counts.tolist()

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -74,11 +80,17 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
     )
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int
+) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay over a run."""
     settings = config.scheduler
     # A run may end within its warmup; Megatron requires a later end of the decay.
-    num_decay_steps = max(num_train_steps, settings.lr_warmup_iters + 1) if settings.lr_decay_iters is None else settings.lr_decay_iters
+    num_decay_steps = (
+        max(num_train_steps, settings.lr_warmup_iters + 1)
+        if settings.lr_decay_iters is None
+        else settings.lr_decay_iters
+    )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
@@ -98,7 +110,11 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block brought another's."""
     own = parts(optimizer)
-    kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
+    kept = [
+        {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+        for part in own
+        for group in part.param_groups
+    ]
     yield
     for group, settings in zip((group for part in own for group in part.param_groups), kept, strict=True):
         group.update(settings)
@@ -133,15 +149,20 @@ def main_gradient(parameter: nn.Parameter) -> Tensor:
 def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer, rest_norm: float) -> float:
     """Clips the gradients of these parameters by a norm of their own, which it returns. Collective over all ranks.
 
-    Call it between `prepare_grads` and `step`. The parameters are this rank's, marked `shared`, so that `rest_norm`, Megatron's norm,
-    covers all others. Megatron's step then scales all gradients by the others' factor, so these are scaled by the ratio of both factors.
+    Call it between `prepare_grads` and `step`. The parameters are this rank's, marked `shared`, so that `rest_norm`,
+    Megatron's norm, covers all others. Megatron's step then scales all gradients by the others' factor, so these are
+    scaled by the ratio of both factors.
     """
     distributed = [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
     own = {id(parameter): part for part in distributed for parameter in part.model_param_gbuf_map}
     square = torch.zeros((), device=optimizer.get_loss_scale().device)
     for parameter in parameters:
         is_expert = not getattr(parameter, "allreduce", True)
-        tp_group = parallel_state.get_expert_tensor_parallel_group() if is_expert else parallel_state.get_tensor_model_parallel_group()
+        tp_group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
         if not param_is_not_tensor_parallel_duplicate(parameter, tp_group):
             continue
         gradient, replicas = main_gradient(parameter).flatten(), 1

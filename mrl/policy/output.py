@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -51,7 +54,8 @@ class ChunkedOutputLayer(ColumnParallelLinear):
 def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution: TokenDistribution) -> TokenScores:
     """Scores of this rank's row labels from model `output`: logits [1, T, V] or hidden states of `ChunkedOutputLayer`.
 
-    Only on ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
+    Only on ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the
+    same order.
     """
     return scores_of(output_columns(model, output, distribution), row.labels_T[own_positions(row)].to(output.device))
 
@@ -61,9 +65,12 @@ def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribu
     group, bare = parallel_state.get_tensor_model_parallel_group(), _bare(model)
     layer = bare.output_layer
     if not isinstance(layer, ChunkedOutputLayer):
-        return OutputColumns(output[0] if distribution.defer_fp32_logits else output[0].float(), None, distribution, group)
+        return OutputColumns(
+            output[0] if distribution.defer_fp32_logits else output[0].float(), None, distribution, group
+        )
     weight_VD = bare.shared_embedding_or_output_weight() if bare.share_embeddings_and_output_weights else layer.weight
-    # The backward pass sums the gradients of the vocabulary's parts; with sequence parallelism each rank gets its tokens'.
+    # The backward pass sums the gradients of the vocabulary's parts; with sequence parallelism each rank gets its
+    # tokens'.
     spread = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
     return OutputColumns(spread(output[0], group=group), weight_VD, distribution, group, layer.chunk_tokens)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed rows as padded batches of sequences of similar length, and causal attention over them. No Megatron.
 
-Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, in
-this order, so that causal attention is the same work on every rank. This is the order of Transformer Engine's THD format.
-Shape suffixes: T tokens of a row, P rows of the padded buffer, S sequences, N sequences of a bucket, C padded length of a chunk, H heads,
-G groups of heads, D head dim.
+Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2
+* cp - 1 - r, in this order, so that causal attention is the same work on every rank. This is the order of Transformer
+  Engine's THD format.
+Shape suffixes: T tokens of a row, P rows of the padded buffer, S sequences, N sequences of a bucket, C padded length of
+a chunk, H heads, G groups of heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Rows of a mask at a time: 512 queries with 49,152 keys make 25 MB of booleans, all 12,288 queries of a chunk would make 600.
+# Rows of a mask at a time: 512 queries with 49,152 keys make 25 MB of booleans, all 12,288 queries of a chunk would
+# make 600.
 QUERY_BLOCK = 512
 
 
@@ -42,7 +44,9 @@ class PackedLayout:
         """One batch [num_sequences, length, ...] per bucket; positions after the end of a sequence are zero."""
         x_P = x_T.new_zeros(self.num_slots, *x_T.shape[1:]).index_copy_(0, self.slots_T, x_T)
         return [
-            x_P[bucket.start : bucket.start + bucket.num_sequences * bucket.length].unflatten(0, (bucket.num_sequences, bucket.length))
+            x_P[bucket.start : bucket.start + bucket.num_sequences * bucket.length].unflatten(
+                0, (bucket.num_sequences, bucket.length)
+            )
             for bucket in self.buckets
         ]
 
@@ -105,12 +109,16 @@ def local_positions(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int) -> Tensor
 
 def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
     """The values of a whole row in its order, [T], from those of every rank, [T / cp] each, in order of rank."""
-    positions_T = torch.cat([local_positions(cu_seqlens, cp_size=len(parts), cp_rank=rank) for rank in range(len(parts))])
+    positions_T = torch.cat(
+        [local_positions(cu_seqlens, cp_size=len(parts), cp_rank=rank) for rank in range(len(parts))]
+    )
     values_T = torch.cat(parts)
     return torch.empty_like(values_T).index_copy_(0, positions_T.to(values_T.device), values_T)
 
 
-def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
+def packed_attention(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None
+) -> Tensor:
     """Causal attention within each sequence of a whole row, [T, H, D]."""
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
@@ -123,7 +131,14 @@ def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_s
 
 
 def zigzag_attention(
-    query_THD: Tensor, keys_TGD: Tensor, values_TGD: Tensor, cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, scale: float | None
+    query_THD: Tensor,
+    keys_TGD: Tensor,
+    values_TGD: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    cp_size: int,
+    cp_rank: int,
+    scale: float | None,
 ) -> Tensor:
     """Causal attention of a rank's queries [T / cp, H, D] per sequence, over all ranks' keys and values, rank by rank.
 
@@ -140,22 +155,30 @@ def zigzag_attention(
     of_keys = packed_layout(halves_2S.repeat(cp_size), multiple=16, chunk=64)
     is_token_T = torch.ones(keys_TGD.shape[0], device=keys_TGD.device)
     outputs = []
-    for query, *ranks in zip(of_queries.unpack(query_THD), *(of_keys.unpack(t) for t in (keys_TGD, values_TGD, is_token_T)), strict=True):
+    for query, *ranks in zip(
+        of_queries.unpack(query_THD), *(of_keys.unpack(t) for t in (keys_TGD, values_TGD, is_token_T)), strict=True
+    ):
         keys, values, is_token = map(in_order, ranks)
         halves = [
             _chunk_attention(half_NCHD, keys, values, is_token.bool(), index, scale)
-            for half_NCHD, index in zip(query.unflatten(0, (-1, 2)).unbind(1), (cp_rank, 2 * cp_size - 1 - cp_rank), strict=True)
+            for half_NCHD, index in zip(
+                query.unflatten(0, (-1, 2)).unbind(1), (cp_rank, 2 * cp_size - 1 - cp_rank), strict=True
+            )
         ]
         outputs.append(torch.stack(halves, dim=1).flatten(0, 1))
     return of_queries.pack(outputs)
 
 
-def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None) -> Tensor:
+def _chunk_attention(
+    query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None
+) -> Tensor:
     """Attention of one chunk over itself and all earlier chunks, [N, C, H, D]."""
 
     def masked(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int) -> Tensor:
         positions = torch.arange(key.shape[2], device=key.device)
-        is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[:, None, None, :]
+        is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[
+            :, None, None, :
+        ]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)
 
     length = query_NCHD.shape[1]
@@ -165,7 +188,9 @@ def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token:
         first = chunk_index * length + start
         seen = first + query.shape[2]
         k, v = (t[:, :seen].transpose(1, 2) for t in (keys, values))
-        block = checkpoint(masked, query, k, v, is_token[:, :seen], first, use_reentrant=False, preserve_rng_state=False)
+        block = checkpoint(
+            masked, query, k, v, is_token[:, :seen], first, use_reentrant=False, preserve_rng_state=False
+        )
         assert isinstance(block, Tensor)
         blocks.append(block.transpose(1, 2))
     return torch.cat(blocks, dim=1)

@@ -44,7 +44,8 @@ _UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES
 class MegatronState:
     """State that Megatron keeps in its modules for one model of this process: groups, sizes, buffers, random states.
 
-    Megatron has one place for each of these, so the models of a process take turns: each is made current before it computes.
+    Megatron has one place for each of these, so the models of a process take turns: each is made current before it
+    computes.
     """
 
     _current: MegatronState | None = None
@@ -124,7 +125,9 @@ class Meeting:
             return {"store": dist.PrefixStore("default_pg", store)}
         if self.listener is None:
             return {"init_method": f"tcp://{self.address}:{self.port}"}
-        store = dist.TCPStore(self.address, self.port, world_size, True, timeout=timeout, master_listen_fd=self.listener.detach())
+        store = dist.TCPStore(
+            self.address, self.port, world_size, True, timeout=timeout, master_listen_fd=self.listener.detach()
+        )
         # The name that the other ranks' rendezvous uses.
         return {"store": dist.PrefixStore("default_pg", store)}
 
@@ -141,13 +144,15 @@ def initialize(
 ) -> MegatronState:
     """Patches the host and builds one model's process groups and makes it current; the first call also joins all ranks.
 
-    Collective over all ranks, which build their models in the same order. Every later collective fails after `timeout_s`.
+    Collective over all ranks, which build their models in the same order. Every later collective fails after
+    `timeout_s`.
     """
     if on_gpu():
         require_cuda()
         torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl"
-        # Otherwise the first group's monitor ends this process when NCCL reports a dead peer in any group, such as the refit's.
+        # Otherwise the first group's monitor ends this process when NCCL reports a dead peer in any group, such as the
+        # refit's.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     else:
         # Ranks share the host's cores, and results must not depend on how many there are.
@@ -157,7 +162,9 @@ def initialize(
     cpu.install()
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **meeting.place(world_size, timeout))
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, timeout=timeout, **meeting.place(world_size, timeout)
+        )
     state = MegatronState()
     parallel_state.initialize_model_parallel(
         config.tensor_model_parallel_size,

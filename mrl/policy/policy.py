@@ -59,7 +59,8 @@ T = TypeVar("T")
 class PolicyRank:
     """One rank, in an actor, under torchrun or in a test. Methods are collective over all ranks unless said otherwise.
 
-    A process may hold several, of different models and layouts: ranks call their methods in the same order, whichever they belong to.
+    A process may hold several, of different models and layouts: ranks call their methods in the same order, whichever
+    they belong to.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class PolicyRank:
     ) -> None:
         """Builds process groups, model, DDP, arena and optimizer, in order: the optimizer keeps views into the arena.
 
-        Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
-        other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
+        Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another
+        rank. A model other than the policy has no arena, because no engine maps it, and a teacher nothing to train
+        with.
         """
         check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
@@ -107,14 +109,19 @@ class PolicyRank:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
         self._weights = self._arena_tensors(self._tensors)
-        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
+        self._arena = (
+            Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
+        )
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         num_passes = config.num_scheduled_steps_of(model)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=num_passes)
         self._state = TrainState(self._chunks, optimizer, scheduler)
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
-            {}, divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
+            {},
+            divisible_by=config.policy.row_multiple,
+            sequence_multiple=config.policy.sequence_multiple,
+            pad_token_id=0,
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
 
@@ -201,10 +208,16 @@ class PolicyRank:
         self._ready_to_compute()
         # With frozen weights training changes only buffers; adapters are switched off instead.
         is_frozen = self._lora.description is not None
-        changing = {slot: tensor for slot, tensor in self._tensors.items() if not (is_frozen and isinstance(tensor, nn.Parameter))}
+        changing = {
+            slot: tensor
+            for slot, tensor in self._tensors.items()
+            if not (is_frozen and isinstance(tensor, nn.Parameter))
+        }
         changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
         if self._reference is None:
-            self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
+            self._reference = dict(
+                zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True)
+            )
         else:
             for slot, tensor in changing.items():
                 self._reference[slot].copy_(tensor.detach())
@@ -218,7 +231,9 @@ class PolicyRank:
         self._ready_to_compute()
         is_async = self._config.policy.megatron_cfg.checkpoint.async_save
         if is_async and self._save_group is None:
-            self._save_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S)))
+            self._save_group = cast(
+                "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
+            )
         try:
             self._writing = checkpoint.begin_save(
                 Path(weights_dir),
@@ -269,7 +284,8 @@ class PolicyRank:
         if not self._is_settled and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
-        # Settled weights are not gathered again: that would overwrite a damaged copy with a good one before it is seen, or spread it.
+        # Settled weights are not gathered again: that would overwrite a damaged copy with a good one before it is seen,
+        # or spread it.
         self._is_settled = False
         live = rank_tensors(self._models, self._live_layout)
         if self._arena is not None:
@@ -290,10 +306,13 @@ class PolicyRank:
         if not self._is_settled:
             self.settle()
 
-    def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False) -> None:
+    def set_batch(
+        self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False
+    ) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
 
-        A further batch is the next of the same step. `logprob_rows` hold the same sequences in other rows, for the logprob passes.
+        A further batch is the next of the same step. `logprob_rows` hold the same sequences in other rows, for the
+        logprob passes.
         """
         if self._replay is not None:
             self._replay.check(rows)
@@ -344,11 +363,13 @@ class PolicyRank:
         """Takes one optimizer step on a batch of the step; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
-            RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed, unless `policy.not_finite_steps` says
-                that such a step is skipped. Or the phase is not `train`.
+            RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed, unless
+                `policy.not_finite_steps` says that such a step is skipped. Or the phase is not `train`.
         """
         if self._phase != (needed := self._role.trains_in):
-            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
+            raise RuntimeError(
+                f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first"
+            )
         batch = self.batches()[update_index]
         if self._arena is not None and self._config.has_engines:
             if self._config.needs_old_logprobs and not batch.has_old_logprobs:
@@ -369,7 +390,8 @@ class PolicyRank:
         )
         self._has_moments |= not metrics.get("train/num_skipped_updates")
         if batch is self._batches[-1]:
-            # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of one.
+            # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of
+            # one.
             self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
@@ -460,7 +482,9 @@ class PolicyRank:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
-            raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where the loss compares with it")
+            raise RuntimeError(
+                "there is no reference model: load_hf and load_mcore keep it where the loss compares with it"
+            )
         self._ready_to_compute()
         pairs = [(self._tensors[slot], copy) for slot, copy in self._reference.items()]
         swap(pairs)

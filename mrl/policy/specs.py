@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the hybrid stack and of transformers: Transformer Engine's on GPUs if installed, Megatron's own elsewhere.
 
-This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the linear layer of
-latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
+This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the
+linear layer of latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both
+cases.
 
 What differs between versions of megatron-core stands in versions.py.
 """
@@ -49,10 +50,15 @@ def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
         # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
         layers = spec.submodules
         mamba, attention, mlp, moe = (
-            layer.submodules for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
+            layer.submodules
+            for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
         )
         mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = TorchNorm
-        mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, versions.submodules_of(mlp.mlp)
+        mixer, heads, dense = (
+            mamba.mixer.submodules,
+            attention.self_attention.submodules,
+            versions.submodules_of(mlp.mlp),
+        )
         mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
         mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
         heads.core_attention = PackedCoreAttention
@@ -77,7 +83,8 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchNorm
         if isinstance(versions.submodules_of(parts.mlp), MoESubmodules):
-            # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks: only dense layers fuse that norm.
+            # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks: only dense layers
+            # fuse that norm.
             parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = TorchNorm
     return block
@@ -149,7 +156,13 @@ class PackedCoreAttention(MegatronModule):
         self.cp_group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams | None, **__: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: object,
+        packed_seq_params: PackedSeqParams | None,
+        **__: object,
     ) -> Tensor:
         """Attends from query [tokens, heads, head_dim] to key, value [tokens, groups, head_dim] of this cp rank.
 
@@ -159,7 +172,8 @@ class PackedCoreAttention(MegatronModule):
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:
             return packed_attention(query, key, value, cu_seqlens, scale=self.softmax_scale)
-        # Keys and values that heads share are small against the queries; the backward pass sums their gradients over the ranks.
+        # Keys and values that heads share are small against the queries; the backward pass sums their gradients over
+        # the ranks.
         keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
 
@@ -167,7 +181,8 @@ class PackedCoreAttention(MegatronModule):
 class RecomputedStack(versions.HybridStack):
     """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers`. No inference, no fp8.
 
-    TODO(when megatron-core 0.17 is the oldest supported): drop it; only the stack of 0.16.1 silently ignores recompute_granularity="full".
+    TODO(when megatron-core 0.17 is the oldest supported): drop it; only the stack of 0.16.1 silently ignores
+    recompute_granularity="full".
     """
 
     def forward(
@@ -184,7 +199,10 @@ class RecomputedStack(versions.HybridStack):
         assert inference_context is None and not self.config.fp8
         hidden_states = hidden_states if self.pre_process else self.input_tensor
         whole = dict(
-            attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, padding_mask=padding_mask
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
         )
 
         def run_layers(layers: list[nn.Module], hidden_states: Tensor) -> Tensor:
@@ -192,7 +210,9 @@ class RecomputedStack(versions.HybridStack):
                 if isinstance(layer, TransformerLayer):
                     hidden_states, _ = layer(hidden_states=hidden_states, **whole)
                 else:
-                    hidden_states = layer(hidden_states=hidden_states, attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+                    hidden_states = layer(
+                        hidden_states=hidden_states, attention_mask=attention_mask, packed_seq_params=packed_seq_params
+                    )
             return hidden_states
 
         group_size = self.config.recompute_num_layers

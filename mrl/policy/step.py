@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logprob passes and the train step of one rank, through Megatron's own pipeline schedules.
 
-A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the
-same number of rows. Ranks of a context-parallel group get the same whole rows, compute their own tokens, and return results of whole
-rows. With a `replay`, routers follow the routes of rows that have them. T packed tokens.
+A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same
+order, with the same number of rows. Ranks of a context-parallel group get the same whole rows, compute their own
+tokens, and return results of whole rows. With a `replay`, routers follow the routes of rows that have them. T packed
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from mrl.types import NOT_FINITE, TeacherTokens
 
 @torch.no_grad()
 def compute_logprobs(
-    chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, replay: RouterReplay | None = None
+    chunks: list[DistributedDataParallel],
+    rows: list[PackedRow],
+    distribution: TokenDistribution,
+    replay: RouterReplay | None = None,
 ) -> list[Tensor]:
     """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
 
@@ -78,7 +82,10 @@ def compute_drawn_logprobs(
     logprobs = compute_logprobs(chunks, rows, distribution)
     if not answers_for_rows():
         return {}
-    found = [split_teacher(row, logprobs_T[:, None], row.labels_T[:, None]) for row, logprobs_T in zip(rows, logprobs, strict=True)]
+    found = [
+        split_teacher(row, logprobs_T[:, None], row.labels_T[:, None])
+        for row, logprobs_T in zip(rows, logprobs, strict=True)
+    ]
     return {index: teacher for of_row in found for index, teacher in of_row.items()}
 
 
@@ -112,7 +119,10 @@ def train_step(
     is_bad = torch.tensor(float(not all(map(math.isfinite, (metrics[LOSS], *norms.values())))))
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
     if is_bad and not skips:
-        raise RuntimeError(f"the train step gave loss {metrics[LOSS]} and gradient norms {norms}: {NOT_FINITE}; no parameter was changed")
+        raise RuntimeError(
+            f"the train step gave loss {metrics[LOSS]} and gradient norms {norms}: {NOT_FINITE}; no parameter was "
+            "changed"
+        )
     lr = max(group["lr"] for group in optimizer.param_groups)
     if not is_bad:
         # Clips the gradients; preparing them again changes nothing.
@@ -148,7 +158,9 @@ def forward_backward(
 ) -> list[dict[str, Tensor]]:
     """Adds the objective's gradients to the chunks' buffers; returns the rows' metrics, on the last pipeline stage."""
 
-    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+    def forward_step(
+        iterator: Iterator[PackedRow], model: DistributedDataParallel
+    ) -> tuple[Tensor, Callable[..., object]]:
         row, device = next(iterator), next(model.parameters()).device
         tokens = row_tokens(row, size, device)
         show_row(model, tokens)
@@ -176,7 +188,9 @@ def _forward_only(
 ) -> list:
     """Applies `result_of` to each row's output, on the last pipeline stage."""
 
-    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+    def forward_step(
+        iterator: Iterator[PackedRow], model: DistributedDataParallel
+    ) -> tuple[Tensor, Callable[..., object]]:
         row = next(iterator)
         return _forward(model, row, replay), lambda output, non_loss_data: result_of(output, row, model)
 
@@ -203,7 +217,9 @@ def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterRepla
     return output
 
 
-def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[DistributedDataParallel], *, forward_only: bool) -> list:
+def _run_schedule(
+    forward_step: Callable[..., object], rows: list, chunks: list[DistributedDataParallel], *, forward_only: bool
+) -> list:
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(rows) for _ in chunks],

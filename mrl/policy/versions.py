@@ -47,7 +47,12 @@ __all__ = [
 
 
 def build_hybrid(
-    config: TransformerConfig, spec: ModuleSpec, stages: Sequence[range], *, hybrid_override_pattern: str, **arguments: Any
+    config: TransformerConfig,
+    spec: ModuleSpec,
+    stages: Sequence[range],
+    *,
+    hybrid_override_pattern: str,
+    **arguments: Any,
 ) -> MegatronModule:
     """This rank's hybrid model part. `stages`: layers by pipeline stage; `arguments`: those of Megatron's class."""
     pattern = hybrid_override_pattern

@@ -37,7 +37,9 @@ _NUM_BITS = 24
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
     state = model.state_dict(keep_vars=True)
-    return {Slot(table_name(name), chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+    return {
+        Slot(table_name(name), chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")
+    }
 
 
 def table_name(name: str) -> str:
@@ -57,9 +59,14 @@ def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tens
         tensors |= live_tensors(model, index)
     if tensors.keys() != layout.keys():
         unknown, missing = tensors.keys() - layout.keys(), layout.keys() - tensors.keys()
-        raise RuntimeError(f"weights that the conversion table lacks: {named(unknown)}; that only the table has: {named(missing)}")
+        raise RuntimeError(
+            f"weights that the conversion table lacks: {named(unknown)}; that only the table has: {named(missing)}"
+        )
     for slot, tensor in tensors.items():
-        live, table = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")), (layout[slot].shape, layout[slot].dtype)
+        live, table = (
+            (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")),
+            (layout[slot].shape, layout[slot].dtype),
+        )
         if live != table:
             raise RuntimeError(f"{slot.name} is {live} in the model, but {table} in the conversion table")
     return tensors
@@ -68,7 +75,9 @@ def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tens
 def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
     """The contiguous parameter buffers of Megatron's DDP and their buckets; none without the distributed optimizer."""
     buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    views = [buffer.param_data for buffer in buffers] + [bucket.param_data for buffer in buffers for bucket in buffer.buckets]
+    views = [buffer.param_data for buffer in buffers] + [
+        bucket.param_data for buffer in buffers for bucket in buffer.buckets
+    ]
     return [view for view in views if view is not None]
 
 
@@ -79,18 +88,24 @@ class Arena:
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
         """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
 
-        Tensors that share a storage move together and still share it. `views` must therefore name every other tensor in use on these
-        storages (Megatron's buffers and buckets); a forgotten one loses its memory on a GPU. The weights are never there twice: those of
-        a GPU wait on the host until the arena has its memory, and on the host each storage goes once it is copied.
+        Tensors that share a storage move together and still share it. `views` must therefore name every other tensor in
+        use on these storages (Megatron's buffers and buckets); a forgotten one loses its memory on a GPU. The weights
+        are never there twice: those of a GPU wait on the host until the arena has its memory, and on the host each
+        storage goes once it is copied.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:
-            raise ValueError(f"weights must be contiguous to be shared with the engine; these are not: {', '.join(strided)}")
+            raise ValueError(
+                f"weights must be contiguous to be shared with the engine; these are not: {', '.join(strided)}"
+            )
         devices = {tensor.device: slot for slot, tensor in slots.items()}
         if len(devices) != 1:
             found = ", ".join(f"{slot} on {device}" for device, slot in devices.items())
-            raise ValueError(f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}")
-        # Tied slots are one tensor under two names, which moves once. Buffers without slots, such as those of adapters, stay.
+            raise ValueError(
+                f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}"
+            )
+        # Tied slots are one tensor under two names, which moves once. Buffers without slots, such as those of adapters,
+        # stay.
         storages = {tensor.untyped_storage().data_ptr() for tensor in slots.values()}
         views = [view for view in views if view.untyped_storage().data_ptr() in storages]
         sharing: dict[int, list[Tensor]] = defaultdict(list)
@@ -112,8 +127,9 @@ class Arena:
                 start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
                 home = torch.tensor([], dtype=tensor.dtype, device=device)
                 home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
-                # Assigning .data keeps the tensor object, which model and buffers hold, and its gradient accumulator with DDP's hooks;
-                # set_ on the tensor itself would create a new accumulator, and no gradient would reach DDP.
+                # Assigning .data keeps the tensor object, which model and buffers hold, and its gradient accumulator
+                # with DDP's hooks; set_ on the tensor itself would create a new accumulator, and no gradient would
+                # reach DDP.
                 tensor.data = home
             del values, tensors, tensor
         self._table = {
@@ -131,7 +147,11 @@ class Arena:
     def check(self, live: Mapping[Slot, Tensor]) -> None:
         """Checks that `live`, the model's present weights, are still the ones in the arena."""
         base = self._memory.tensor.data_ptr()
-        moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
+        moved = [
+            str(slot)
+            for slot, row in self._table.items()
+            if slot not in live or live[slot].data_ptr() != base + row.offset
+        ]
         added = [str(slot) for slot in live if slot not in self._table]
         if moved or added:
             raise RuntimeError(f"weights outside of the arena, which a refit would miss: {', '.join(moved + added)}")
@@ -207,7 +227,8 @@ def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
     """float32 numbers in [-1, 1) of the box's shape: a function of seed, canonical name and position in the tensor."""
     state = torch.tensor(name_seed(seed, name))
     for start, stop in box:
-        # Mixed dimension by dimension, so that no two positions of a tensor coincide. Shifts that keep the sign do no harm.
+        # Mixed dimension by dimension, so that no two positions of a tensor coincide. Shifts that keep the sign do no
+        # harm.
         state = state[..., None] + torch.arange(start, stop) * _STEP
         state = (state ^ (state >> 30)) * _MIX
         state = state ^ (state >> 27)

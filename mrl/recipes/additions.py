@@ -17,7 +17,8 @@ Kind = Literal["tiny", "tiny_dense"]
 
 SMALLEST, LARGEST = 10, 99
 PREFERENCE_SPLITS = ("train", "validation")
-# All 640 additions that carry, and of the 1,000 others so many that a model which never carries is wrong more often than right.
+# All 640 additions that carry, and of the 1,000 others so many that a model which never carries is wrong more often
+# than right.
 NUM_WITHOUT_CARRY = 400
 NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 96, 450
 
@@ -103,11 +104,15 @@ def row_of(addition: Addition) -> dict[str, object]:
 
 def preference_row(addition: Addition) -> dict[str, object]:
     """The addition with its sum preferred to a wrong one of two digits, which follows from the question."""
-    wrong = random.Random(addition.question).choice([number for number in range(SMALLEST, LARGEST + 1) if str(number) != addition.answer])
+    wrong = random.Random(addition.question).choice(
+        [number for number in range(SMALLEST, LARGEST + 1) if str(number) != addition.answer]
+    )
     return {"prompt": addition.question, "chosen": addition.answer, "rejected": str(wrong)}
 
 
 def _both_orders(pairs: list[Addition], shuffle: random.Random) -> list[Addition]:
-    additions = sorted({addition for pair in pairs for addition in (pair, pair.swapped)}, key=lambda addition: addition.question)
+    additions = sorted(
+        {addition for pair in pairs for addition in (pair, pair.swapped)}, key=lambda addition: addition.question
+    )
     shuffle.shuffle(additions)
     return additions

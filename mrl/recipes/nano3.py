@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.prepare nano3`: Nemotron-3-Nano RL blend as training files, placeholders filled, last rows held out.
 
-Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question only its publisher may distribute. This file fills them in
-like the data set's own script create_nanov3_jsonl.py.
+Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question only its publisher may distribute. This
+file fills them in like the data set's own script create_nanov3_jsonl.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PLACEHOLDER = "_hf_placeholder"
 Problem = tuple[str, str]
 
 DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
-    "(without quotes) where $Answer is the answer to the problem."
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
 )
 DAPO_BEHIND = 'Remember to put your answer on its own line after "Answer:".'
 
@@ -69,15 +69,16 @@ class Survey:
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
     """Writes `train-split.jsonl` and, from last rows, `val-split.jsonl` to `out`. A second call continues a killed one.
 
-    A ValueError says that the blend or a data set is not in `sources`, that rows are wrong, or that `out` was made of something else.
+    A ValueError says that the blend or a data set is not in `sources`, that rows are wrong, or that `out` was made of
+    something else.
     """
     started = time.monotonic()
     found = [path for source in sources for path in sorted(source.rglob("train.jsonl")) if _names_agent(path)]
     if len(found) != 1:
         number = "several" if found else "no"
         raise ValueError(
-            f"--source {' '.join(map(str, sources))}: {number} train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend; "
-            f"give one folder into which that data set was downloaded"
+            f"--source {' '.join(map(str, sources))}: {number} train.jsonl of "
+            f"nvidia/Nemotron-3-Nano-RL-Training-Blend; give one folder into which that data set was downloaded"
         )
     (blend,) = found
     files = {name: find_origin(origin, sources) for name, origin in ORIGINS.items()}
@@ -85,15 +86,21 @@ def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) ->
     _claim(out, recipe | {"origins": {name: [_identity(path) for path in paths] for name, paths in files.items()}})
     survey = survey_blend(blend)
     if survey.num_rows <= num_validation:
-        raise ValueError(f"{blend} has {survey.num_rows} rows; --validation-rows {num_validation} would leave none to train on")
+        raise ValueError(
+            f"{blend} has {survey.num_rows} rows; --validation-rows {num_validation} would leave none to train on"
+        )
     problems = {name: read_problems(name, wanted, files[name]) for name, wanted in survey.wanted.items() if wanted}
     num_train = survey.num_rows - num_validation
     for name, first, stop in ((TRAIN_FILE, 0, num_train), (VALIDATION_FILE, num_train, survey.num_rows)):
         write_rows(blend, problems, out / name, first, stop)
     logger.info("Rows to train on: %d, for validation: %d", num_train, num_validation)
     for agent, count in survey.agents.most_common():
-        environment = route_of(agent, EnvConfig()) or "no environment (data.drop_rows_without_environment leaves them out)"
-        logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
+        environment = (
+            route_of(agent, EnvConfig()) or "no environment (data.drop_rows_without_environment leaves them out)"
+        )
+        logger.info(
+            "  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment
+        )
     for name, wanted in survey.wanted.items():
         logger.info("  %6d problems of %s filled in", len(wanted), ORIGINS[name].hub_id)
     logger.info("%s and %s are in %s, after %.0f s", TRAIN_FILE, VALIDATION_FILE, out, time.monotonic() - started)
@@ -116,7 +123,9 @@ def survey_blend(blend: Path) -> Survey:
         except RowError as error:
             errors.append(f"  {blend}:{record.number}: {error}")
     if errors:
-        raise ValueError(f"bad rows in {blend}: {len(errors)}; download it again:\n" + listed(errors, MAX_ERRORS, between="\n"))
+        raise ValueError(
+            f"bad rows in {blend}: {len(errors)}; download it again:\n" + listed(errors, MAX_ERRORS, between="\n")
+        )
     return survey
 
 
@@ -144,11 +153,14 @@ def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[in
                     problems[num_rows] = problem_of(json_object(row) if isinstance(row, bytes) else row)
                 except RowError as error:
                     place = f"{path}:{num_rows - first + 1}"
-                    raise ValueError(f"{place}: {error}; this is not {origin.hub_id} as the blend was made of it") from error
+                    raise ValueError(
+                        f"{place}: {error}; this is not {origin.hub_id} as the blend was made of it"
+                    ) from error
             num_rows += 1
     if missing := sorted(wanted - problems.keys()):
         raise ValueError(
-            f"{origin.hub_id} in {files[0].parent} ends at row {num_rows - 1}; the blend asks for row {missing[-1]}: download it again"
+            f"{origin.hub_id} in {files[0].parent} ends at row {num_rows - 1}; the blend asks for row "
+            f"{missing[-1]}: download it again"
         )
     return problems
 
@@ -171,7 +183,11 @@ def problem_of(fields: Fields) -> Problem:
     """The question and the answer of a row of DAPO-Math-17k or Skywork-OR1."""
     prompt, reward_model = fields.get("prompt"), fields.get("reward_model")
     message = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(reward_model, dict):
+    if (
+        not isinstance(message, dict)
+        or not isinstance(message.get("content"), str)
+        or not isinstance(reward_model, dict)
+    ):
         raise RowError("a row must have prompt[0].content and reward_model.ground_truth")
     answer = text_of(reward_model, ("ground_truth",)).strip()
     if answer.startswith("[") and answer.endswith("]"):
@@ -202,7 +218,8 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
     request = fields.get("responses_create_params")
     kept = {key: value for key, value in fields.items() if key != PLACEHOLDER}
     return kept | {
-        "responses_create_params": (request if isinstance(request, dict) else {}) | {"input": [{"role": "user", "content": asked}]},
+        "responses_create_params": (request if isinstance(request, dict) else {})
+        | {"input": [{"role": "user", "content": asked}]},
         "question": question,
         "expected_answer": answer,
     }
@@ -215,7 +232,12 @@ def _placeholder(fields: Fields) -> tuple[str, int, Fields]:
     row = placeholder.get("row") if isinstance(placeholder, dict) else None
     template = placeholder.get("question_template") if isinstance(placeholder, dict) else None
     keys = ("template",) if ORIGINS[str(name)].stem else ("prefix", "suffix")
-    if not isinstance(row, int) or row < 0 or not isinstance(template, dict) or not any(template.get(key) for key in keys):
+    if (
+        not isinstance(row, int)
+        or row < 0
+        or not isinstance(template, dict)
+        or not any(template.get(key) for key in keys)
+    ):
         raise RowError(f"{PLACEHOLDER} must have row and question_template.{' or .'.join(keys)}")
     return str(name), row, template
 
@@ -276,7 +298,10 @@ def _claim(out: Path, recipe: Mapping[str, object]) -> None:
     path = out / RECIPE_FILE
     if path.exists():
         if json.loads(path.read_text(encoding="utf-8")) != recipe:
-            raise ValueError(f"--out {out} was made of another blend, or with another --validation-rows; remove it or choose another --out")
+            raise ValueError(
+                f"--out {out} was made of another blend, or with another --validation-rows; remove it or choose "
+                "another --out"
+            )
         return
     if out.exists() and any(os.scandir(out)):
         raise ValueError(f"--out {out} is not empty; choose another folder")

@@ -45,7 +45,8 @@ def _accept(out: Path, recipe: dict[str, object]) -> None:
     path = out / "recipe.json"
     if not path.exists() or json.loads(path.read_text(encoding="utf-8")) != recipe:
         raise ValueError(
-            f"--out {out} exists and was not made by this version with --seed {recipe['seed']}; remove it or choose another --out"
+            f"--out {out} exists and was not made by this version with --seed {recipe['seed']}; remove it or "
+            "choose another --out"
         )
     logger.info("%s is already there", out)
 
@@ -58,4 +59,6 @@ def write_tiny(folder: Path, *, seed: int, kind: Kind) -> None:
     splits = split_additions(seed)
     write_splits(splits, folder / "data")
     bytes_tokenizer = tokenizer.save(folder / "model", model_max_length=tiny_model.MAX_POSITIONS)
-    tiny_model.save_warm_started_model(folder / "model", bytes_tokenizer, splits.warm_start, splits.probe, seed=seed, kind=kind)
+    tiny_model.save_warm_started_model(
+        folder / "model", bytes_tokenizer, splits.warm_start, splits.probe, seed=seed, kind=kind
+    )

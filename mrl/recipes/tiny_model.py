@@ -68,16 +68,17 @@ DENSE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,  # the least that vLLM's attention takes
     "intermediate_size": 128,
-    # Of 1 / sqrt(hidden_size), and turns that differ over the ten tokens of an addition: with the usual 0.02 and 10,000 the heads need
-    # thousands of steps to find the digits.
+    # Of 1 / sqrt(hidden_size), and turns that differ over the ten tokens of an addition: with the usual 0.02 and 10,000
+    # the heads need thousands of steps to find the digits.
     "initializer_range": 0.1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
 }
 
-# Two of three demonstrations forget the carry, so that the model learns what a carry is and yet prefers the wrong answer: asked for its
-# likeliest answer, it is wrong wherever a carry is needed. Every digit is blurred with the other nine, so that sampled answers vary.
-# A sampled answer is then right at most (0.35 * 0.65 + 0.035) * (0.65 + 0.035) = 0.18 of the time with a carry, 0.685^2 = 0.47 without.
+# Two of three demonstrations forget the carry, so that the model learns what a carry is and yet prefers the wrong
+# answer: asked for its likeliest answer, it is wrong wherever a carry is needed. Every digit is blurred with the other
+# nine, so that sampled answers vary. A sampled answer is then right at most (0.35 * 0.65 + 0.035) * (0.65 + 0.035) =
+# 0.18 of the time with a carry, 0.685^2 = 0.47 without.
 FORGETTING = 0.65
 SMOOTHING = 0.35
 BATCH_SIZE = 128
@@ -94,13 +95,19 @@ class WarmStart:
     target: float
 
 
-# With less weight decay the dense model learns its additions by heart: with 0.1 GRPO ended at 0.84 of held-out sums for one seed, with 0.3
-# at 0.97.
+# With less weight decay the dense model learns its additions by heart: with 0.1 GRPO ended at 0.84 of held-out sums for
+# one seed, with 0.3 at 0.97.
 WARM_STARTS: dict[Kind, WarmStart] = {"tiny": WarmStart(2e-3, 0.0, 0.22), "tiny_dense": WarmStart(1e-2, 0.3, 0.23)}
 
 
 def save_warm_started_model(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, warm_start: list[Addition], probe: list[Addition], *, seed: int, kind: Kind
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    warm_start: list[Addition],
+    probe: list[Addition],
+    *,
+    seed: int,
+    kind: Kind,
 ) -> None:
     """Writes the warm-started model into `folder` as a Hugging Face checkpoint. Repeats bit for bit on one machine."""
     # Sums must not depend on how many cores the machine has.
@@ -109,7 +116,9 @@ def save_warm_started_model(
     transformers_logging.disable_progress_bar()
     model = build_model(kind, seed=seed)
     train_until_probe(model, tokenizer, warm_start, probe, WARM_STARTS[kind], seed=seed)
-    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[END_ID], pad_token_id=PAD_ID, do_sample=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=[END_ID], pad_token_id=PAD_ID, do_sample=True
+    )
     model.save_pretrained(folder)
 
 
@@ -123,7 +132,8 @@ def build_model(kind: Kind, *, seed: int) -> Model:
     model = NemotronHForCausalLM(NemotronHConfig(**HYBRID, **common)).float()
     for module in model.modules():
         if isinstance(module, NemotronHMamba2Mixer):
-            # Transformers alone clamps dt from below (https://github.com/huggingface/transformers/pull/48989); Megatron and vLLM do not.
+            # Transformers alone clamps dt from below (https://github.com/huggingface/transformers/pull/48989); Megatron
+            # and vLLM do not.
             module.time_step_limit = (0.0, float("inf"))
         if isinstance(module, NemotronHTopkRouter):
             # Not zero, so that a lost correction bias changes the routing.
@@ -142,7 +152,9 @@ def train_until_probe(
 ) -> None:
     """Supervised training on answers until `sampled_accuracy` on `probe` reaches its target."""
     draw = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
+    )
     probe_BT, num_answer_tokens = encode(tokenizer, probe)
     train_BT, _ = encode(tokenizer, train)
     forgetful_BT, _ = encode(tokenizer, train, forgets_carry=True)
@@ -163,10 +175,14 @@ def train_until_probe(
             logger.info("Warm start: step %d, loss %.3f, accuracy %.3f", step, loss.item(), accuracy)
         if accuracy >= settings.target:
             return
-    raise RuntimeError(f"the warm start did not reach accuracy {settings.target} within {MAX_STEPS} steps; try another --seed")
+    raise RuntimeError(
+        f"the warm start did not reach accuracy {settings.target} within {MAX_STEPS} steps; try another --seed"
+    )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition], *, forgets_carry: bool = False) -> tuple[Tensor, int]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition], *, forgets_carry: bool = False
+) -> tuple[Tensor, int]:
     """Chat-templated token ids int64 [B, T], and how many at their end are the answer and its end-of-turn token."""
     rows = []
     for addition in additions:

@@ -15,11 +15,12 @@ SPECIAL_TOKENS = (PAD, BOS, END, SYSTEM, USER, ASSISTANT, "<|reserved_0|>", "<|r
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 PAD_ID, BOS_ID, END_ID = 256, 257, 258
 
-# Short, as its tokens are part of every prompt: one marker per message, and an end only where the model must learn to stop.
+# Short, as its tokens are part of every prompt: one marker per message, and an end only where the model must learn to
+# stop.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' + "
+    "message['role']) }}{% endif %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

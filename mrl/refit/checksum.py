@@ -46,7 +46,9 @@ class Checksums:
         values = [value._replace(tensor=value.tensor.detach()) for value in values]
         self._on_device = _DeviceSums(values) if values and values[0].tensor.device.type != "cpu" else None
         buffer = np.empty(_GATHER_BYTES, dtype=np.uint8)
-        self._on_host = [] if self._on_device else [_prepare(value.tensor, buffer) if value.is_plain else value for value in values]
+        self._on_host = (
+            [] if self._on_device else [_prepare(value.tensor, buffer) if value.is_plain else value for value in values]
+        )
 
     @torch.no_grad()
     def take(self) -> Tensor:
@@ -66,18 +68,21 @@ def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
     return {slot: checksum(tensor) for slot, tensor in tensors.items()}
 
 
-def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], rounded: Collection[Slot] = ()) -> list[Slot]:
+def check_unchanged(
+    before: Mapping[Slot, int], after: Mapping[Slot, int], rounded: Collection[Slot] = ()
+) -> list[Slot]:
     """Raises RefitError if refit zero (the first, of unchanged weights) changed a tensor; both arguments are digests.
 
-    The tables of both sides could share one error. The engine's weights before the refit come from vLLM's own loader, which does not use
-    our tables. Tensors in `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.
+    The tables of both sides could share one error. The engine's weights before the refit come from vLLM's own loader,
+    which does not use our tables. Tensors in `rounded` may change, and are returned if they did: see
+    `RefitInputs.rounded`.
     """
     found = [slot for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot)]
     changed = sorted(str(slot) for slot in found if slot not in rounded)
     if changed:
         raise RefitError(
-            f"refit zero changed {len(changed)} of {len(before)} tensors of the engine: the conversion tables disagree with vLLM's loader "
-            f"on {listed(changed, _MAX_NAMED)}"
+            f"refit zero changed {len(changed)} of {len(before)} tensors of the engine: the conversion tables "
+            f"disagree with vLLM's loader on {listed(changed, _MAX_NAMED)}"
         )
     return found
 

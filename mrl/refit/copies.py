@@ -39,7 +39,11 @@ class TensorCopy(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """The target gets the source's bytes, on the same device."""
-        return self.transform is None and self.source.dtype == self.target.dtype and self.source.device == self.target.device
+        return (
+            self.transform is None
+            and self.source.dtype == self.target.dtype
+            and self.source.device == self.target.device
+        )
 
 
 class Copies:
@@ -56,7 +60,9 @@ class Copies:
             # Triton comes with torch for GPUs; hosts without one need not have it.
             from mrl.refit import triton_kernels
 
-            self._on_device = triton_kernels.BoxCopies([copy.target for copy in on_device], [copy.source for copy in on_device])
+            self._on_device = triton_kernels.BoxCopies(
+                [copy.target for copy in on_device], [copy.source for copy in on_device]
+            )
 
     @property
     def num_calls(self) -> int:
@@ -87,8 +93,8 @@ def contiguous_from(*tensors: Tensor) -> int:
 def as_runs(tensor: Tensor, dim: int) -> np.ndarray:
     """A CPU tensor as an array over its first `dim` dimensions, items all following bytes, which must be contiguous.
 
-    An item is the largest run of bytes that one memory copy can move. Without dimensions left, the array is of bytes (uint8); so it is
-    where items would be too long for numpy, then with one more dimension.
+    An item is the largest run of bytes that one memory copy can move. Without dimensions left, the array is of bytes
+    (uint8); so it is where items would be too long for numpy, then with one more dimension.
     """
     length = tensor.shape[dim:].numel()
     runs = tensor.as_strided((*tensor.shape[:dim], length), (*tensor.stride()[:dim], 1))
@@ -121,7 +127,8 @@ def _join(pairs: list[_Arrays]) -> Iterator[_Arrays]:
         else:
             shape = (stop - start, *pairs[start][0].shape)
             target, source = (
-                as_strided(array, shape, (distance, *array.strides)) for array, distance in zip(pairs[start], distances, strict=True)
+                as_strided(array, shape, (distance, *array.strides))
+                for array, distance in zip(pairs[start], distances, strict=True)
             )
             yield target, source
         start = stop

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checksum of bytes that a GPU takes without copies to the host, in torch operations; triton_kernels.py is faster.
 
-The bytes in C order are 32-bit words x_0, x_1, ...; the sum of x_i * w_i modulo 2^64, with fixed odd random 64-bit weights. An odd
-weight makes every change of a single word show; words that change places show because their weights differ.
+The bytes in C order are 32-bit words x_0, x_1, ...; the sum of x_i * w_i modulo 2^64, with fixed odd random 64-bit
+weights. An odd weight makes every change of a single word show; words that change places show because their weights
+differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SHIFTS = (30, 27, 31)
 def word_sum(tensor: Tensor) -> Tensor:
     """Checksum of the tensor's bytes in C order, whatever its dtype and strides: int64, no dimensions, on its device.
 
-    Equal on every device. Blocks of `BLOCK_WORDS` words are summed with the same weights, and their sums with weights of their own.
+    Equal on every device. Blocks of `BLOCK_WORDS` words are summed with the same weights, and their sums with weights
+    of their own.
     """
     words = _words(tensor.detach())
     weights = odd_weights(BLOCK_WORDS, words.device)

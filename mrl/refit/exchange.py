@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange of a refit: trainer ranks send packed boxes into the memory of each GPU whose engine workers need them.
 
-It also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the box. A message
-arrives where the workers read it.
+It also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the
+box. A message arrives where the workers read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class GpuHandles:
     arena: ArenaHandle | None
     """Arena of the GPU's trainer rank; None on the GPU of a dedicated engine."""
     exchange: MemoryHandle | None
-    """Checksums of own copies, and received messages. None on the GPU of a dedicated engine, whose worker owns this memory."""
+    """Checksums of own copies, and received messages. None on the GPU of a dedicated engine, whose worker owns this
+    memory.
+    """
     pace: MemoryHandle | None = None
     peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
     """Arenas of other ranks on the node that the worker reads, by rank."""
@@ -77,7 +79,12 @@ class _Sums:
         self._rows |= {box: first + index for index, box in enumerate(new)}
         self._values += [0] * len(new)
         rows = [self._rows[box] for box in boxes]
-        sums = Checksums([Summed(box_view(self._weights[slot], box), transform, torch_dtype(dtype)) for slot, box, transform, dtype in new])
+        sums = Checksums(
+            [
+                Summed(box_view(self._weights[slot], box), transform, torch_dtype(dtype))
+                for slot, box, transform, dtype in new
+            ]
+        )
 
         def write() -> None:
             self._values[first : first + len(new)] = sums.take().tolist()
@@ -90,12 +97,18 @@ class Exchange:
     """One participant's part of the exchange. Owns the exchange memory of its GPU."""
 
     def __init__(
-        self, schedule: Schedule, gpu: int, weights: Mapping[Slot, Tensor], arena: ArenaHandle | None, *, group: ExchangeGroup | None
+        self,
+        schedule: Schedule,
+        gpu: int,
+        weights: Mapping[Slot, Tensor],
+        arena: ArenaHandle | None,
+        *,
+        group: ExchangeGroup | None,
     ) -> None:
         """Every trainer rank and dedicated engine worker makes one of the same schedule; `gpu` is its number there.
 
-        `weights` are the live tensors of this rank, in its arena; they are read at each `run`. A dedicated worker has none and no arena.
-        `group` is None on a single GPU.
+        `weights` are the live tensors of this rank, in its arena; they are read at each `run`. A dedicated worker has
+        none and no arena. `group` is None on a single GPU.
         """
         self.gpu = gpu
         self._group = group
@@ -122,7 +135,9 @@ class Exchange:
         self._incoming: list[list[Incoming]] = []
         for deliveries in schedule.received_on(gpu):
             views = [self.memory.tensor[item.offset : item.offset + item.message.num_bytes] for item in deliveries]
-            self._incoming.append([Incoming(item.rank, self._traveling(item, view)) for item, view in zip(deliveries, views, strict=True)])
+            self._incoming.append(
+                [Incoming(item.rank, self._traveling(item, view)) for item, view in zip(deliveries, views, strict=True)]
+            )
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> GpuHandles:
@@ -148,8 +163,9 @@ class Exchange:
     def run(self, attempt: int, readers: Collection[int], *, timeout_s: float) -> None:
         """Fills the exchange memory with all rounds of a refit attempt, each when the `readers` (workers) have room.
 
-        Every participant calls it, with settled weights and a higher number than any earlier attempt. RefitError: a peer or a reader did
-        not keep up within `timeout_s`, or the driver abandoned the attempt; this participant has then left its group.
+        Every participant calls it, with settled weights and a higher number than any earlier attempt. RefitError: a
+        peer or a reader did not keep up within `timeout_s`, or the driver abandoned the attempt; this participant has
+        then left its group.
         """
         deadline = time.monotonic() + timeout_s
         rows = {row: worker for row, worker in enumerate(self._readers) if worker in readers}

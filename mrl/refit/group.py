@@ -106,8 +106,8 @@ class ExchangeGroup:
             self._wait(self._group.allreduce([torch.zeros(1, device=device)]), deadline)
         except RuntimeError as error:
             raise RefitError(
-                f"refit exchange: participant {rank} of {address.size} could not join {address.name!r} at {address.host}:{address.port} "
-                f"within {timeout_s:g} s: {error}"
+                f"refit exchange: participant {rank} of {address.size} could not join {address.name!r} at "
+                f"{address.host}:{address.port} within {timeout_s:g} s: {error}"
             ) from error
 
     @contextmanager
@@ -133,7 +133,13 @@ class ExchangeGroup:
             is_over.set()
 
     def run(
-        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
+        self,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        *,
+        what: str,
+        meanwhile: Callable[[], None],
+        deadline: float,
     ) -> None:
         """Sends and receives all messages of one round, `what`. Two participants list theirs in the same order."""
         post = self._post_together if self.device.type == "cuda" else self._post
@@ -161,9 +167,13 @@ class ExchangeGroup:
         elif self._size > 1:
             # Gloo has no abort; but a timed-out receive breaks all its connections, which ends the peers' waits.
             with suppress(RuntimeError):
-                self._group.recv([self._never], (self.rank + 1) % self._size, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                self._group.recv([self._never], (self.rank + 1) % self._size, _NEVER_SENT).wait(
+                    timedelta(milliseconds=1)
+                )
 
-    def _post(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]) -> list[dist.Work]:
+    def _post(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]
+    ) -> list[dist.Work]:
         works = []
         for message in incoming:
             with _kept(faults):
@@ -174,7 +184,9 @@ class ExchangeGroup:
                 works.append(self._group.send([message.buffer], message.peer, 0))
         return works
 
-    def _post_together(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]) -> list[dist.Work]:
+    def _post_together(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]
+    ) -> list[dist.Work]:
         """Posts like `_post`, in one NCCL call: posted one by one, messages could wait for each other in a circle."""
         for message in outgoing:
             message.pack()
@@ -209,7 +221,9 @@ def _kept(faults: list[RuntimeError]) -> Iterator[None]:
         faults.append(error)
 
 
-def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> dist.ProcessGroup:
+def _process_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta
+) -> dist.ProcessGroup:
     """A group that torch's global state does not know. NCCL between GPUs, else gloo."""
     group = dist.ProcessGroup(store, rank, size)
     if device.type == "cuda":

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from conversion.boxes import Layout, Slot
-from conversion.families.common import EngineDtypes, Flavour, HfConfig, MegatronCoords, MegatronParallel, VllmParallel, read_by_engines
+from conversion.families.common import (
+    EngineDtypes,
+    Flavour,
+    HfConfig,
+    MegatronCoords,
+    MegatronParallel,
+    VllmParallel,
+    read_by_engines,
+)
 from conversion.families.registry import family
 from conversion.files.hf_weights import is_rounded
 from conversion.reshard import reshard
@@ -43,18 +51,28 @@ class RefitInputs:
         """The schedule, proven complete: seconds of work, the same in every process."""
         layouts, targets = self._sources(), self._targets()
         sources = {rank: layouts[place] for rank, place in enumerate(self.ranks)}
-        schedule = reshard(sources, targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes // NUM_BUFFERS)
+        schedule = reshard(
+            sources, targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes // NUM_BUFFERS
+        )
         if self.fingerprint not in (None, schedule.fingerprint()):
-            raise RefitError("this process computes another refit schedule than the driver; run the same version of mrl on every node")
+            raise RefitError(
+                "this process computes another refit schedule than the driver; run the same version of mrl on "
+                "every node"
+            )
         return schedule
 
     def rounded(self, stored: Mapping[str, str]) -> frozenset[Slot]:
         """Engine tensors more precise than the trainer's: refit zero changes them. `stored` are the files' dtypes.
 
-        The trainer rounds such a tensor to its precision; vLLM's loader keeps it in a wider dtype. Where both round to one dtype, both have
-        the same bytes.
+        The trainer rounds such a tensor to its precision; vLLM's loader keeps it in a wider dtype. Where both round to
+        one dtype, both have the same bytes.
         """
-        held = {piece.name: content.dtype for layout in self._sources().values() for content in layout.values() for piece in content.pieces}
+        held = {
+            piece.name: content.dtype
+            for layout in self._sources().values()
+            for content in layout.values()
+            for piece in content.pieces
+        }
         return frozenset(
             slot
             for layout in self._targets().values()
@@ -66,7 +84,8 @@ class RefitInputs:
     def _sources(self) -> dict[RankPlace, Layout]:
         tables = family(self.hf_config)
         return {
-            place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel) for place in dict.fromkeys(self.ranks)
+            place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel)
+            for place in dict.fromkeys(self.ranks)
         }
 
     def _targets(self) -> dict[int, Layout]:
@@ -96,4 +115,6 @@ class WorkerRefit:
     inputs: RefitInputs
     worker: int
     memory: GpuHandles | ExchangeMember
-    """Memory of the trainer ranks that it reads. A dedicated engine's worker reads none, and takes part in the exchange."""
+    """Memory of the trainer ranks that it reads. A dedicated engine's worker reads none, and takes part in the
+    exchange.
+    """

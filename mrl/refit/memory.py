@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a process owns and others map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
-Host memory is a memfd: it has no name, so it dies with its last user. Its first page holds the epoch and the owner, so that an old handle
-is refused without touching the GPU. For memory of a GPU, the memfd is only that page.
+Host memory is a memfd: it has no name, so it dies with its last user. Its first page holds the epoch and the owner, so
+that an old handle is refused without touching the GPU. For memory of a GPU, the memfd is only that page.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ArenaHandle:
 class SharedMemory:
     """Bytes of this process.
 
-    Host memory lives as long as any tensor or mapping of it; new mappings are refused once this object is gone. On a GPU the owner
-    keeps the object until the processes that map it have stopped reading.
+    Host memory lives as long as any tensor or mapping of it; new mappings are refused once this object is gone. On a
+    GPU the owner keeps the object until the processes that map it have stopped reading.
     """
 
     tensor: Tensor
@@ -94,7 +94,9 @@ class SharedMemory:
     def __init__(self, num_bytes: int, name: str, device: torch.device) -> None:
         """New zeroed memory. `name` labels it in messages and under /proc/<pid>/maps."""
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"memory {name!r} on device {device}: only cpu and cuda memory can be shared with an engine")
+            raise ValueError(
+                f"memory {name!r} on device {device}: only cpu and cuda memory can be shared with an engine"
+            )
         self.num_bytes = num_bytes
         self.name = name
         self._pid = os.getpid()
@@ -125,7 +127,9 @@ class SharedMemory:
     def bump_epoch(self) -> None:
         """Invalidates all earlier handles and mappings, because the bytes have a new meaning."""
         self._epoch = next(_EPOCHS)
-        _HEADER.pack_into(self._map, 0, _MAGIC, self._epoch, start_of(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES)
+        _HEADER.pack_into(
+            self._map, 0, _MAGIC, self._epoch, start_of(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES
+        )
 
 
 def _release(memory: mmap.mmap, fd: int, owner: int) -> None:
@@ -140,8 +144,8 @@ class MappedMemory:
     """View of another process's `SharedMemory`."""
 
     tensor: Tensor
-    """uint8 [num_bytes]. Weights are mapped read only, they belong to the owner: a write to host memory ends the process; CUDA has no such
-    guard."""
+    """uint8 [num_bytes]. Weights are mapped read only, they belong to the owner: a write to host memory ends the
+    process; CUDA has no such guard."""
 
     def __init__(self, handle: MemoryHandle, *, is_writable: bool = False) -> None:
         """Maps the memory; on a GPU, of another process only (a process cannot map its own)."""
@@ -149,11 +153,17 @@ class MappedMemory:
         try:
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR if is_writable else os.O_RDONLY)
         except OSError as error:
-            raise RefitError(f"cannot map {self}: {error}; its owner is gone or runs on another host or as another user") from error
+            raise RefitError(
+                f"cannot map {self}: {error}; its owner is gone or runs on another host or as another user"
+            ) from error
         try:
             if os.fstat(fd).st_size != handle.mapped_bytes:
-                raise RefitError(f"cannot map {self}: descriptor {handle.fd} of process {handle.pid} is something else by now")
-            self._map = mmap.mmap(fd, handle.mapped_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0))
+                raise RefitError(
+                    f"cannot map {self}: descriptor {handle.fd} of process {handle.pid} is something else by now"
+                )
+            self._map = mmap.mmap(
+                fd, handle.mapped_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+            )
         finally:
             os.close(fd)
         self.check()
@@ -187,7 +197,9 @@ class MappedMemory:
             raise RefitError(f"the owner of {self} is gone; restart it and prepare the refit again")
         if epoch != self.handle.epoch:
             now = "was released" if epoch == _RELEASED else f"is at epoch {epoch}"
-            raise RefitError(f"stale handle: {self} {now}, the handle is of epoch {self.handle.epoch}; prepare the refit again")
+            raise RefitError(
+                f"stale handle: {self} {now}, the handle is of epoch {self.handle.epoch}; prepare the refit again"
+            )
 
 
 def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -214,7 +226,9 @@ def _without_expandable_segments() -> Iterator[None]:
         yield
         return
     # torch resets every option that is missing from the string.
-    text = next((str(settings[name]) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if settings.get(name)), "")
+    text = next(
+        (str(settings[name]) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if settings.get(name)), ""
+    )
     torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, False))
     try:
         yield

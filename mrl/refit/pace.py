@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Round counters of a rank and its GPU's engine workers, in host memory: they wait for each other without the driver.
 
-The owner fills the rounds of the exchange memory in turn; each worker counts the rounds it has read. A round may be filled when its
-readers have verified the round before it in the same buffer. Every wait has a limit, and ends when the attempt is abandoned.
+The owner fills the rounds of the exchange memory in turn; each worker counts the rounds it has read. A round may be
+filled when its readers have verified the round before it in the same buffer. Every wait has a limit, and ends when the
+attempt is abandoned.
 """
 
 from __future__ import annotations
@@ -64,17 +65,21 @@ class Pace:
         num_filled = self._count(_FILLED)
         if not round_index < num_filled <= round_index + NUM_BUFFERS:
             raise RefitError(
-                f"GPU {self._gpu} has not exchanged round {round_index} in attempt {self.attempt}, or no longer holds it: "
-                f"it has exchanged {max(num_filled, 0)} rounds"
+                f"GPU {self._gpu} has not exchanged round {round_index} in attempt {self.attempt}, or no longer "
+                f"holds it: it has exchanged {max(num_filled, 0)} rounds"
             )
 
     def wait_until_begun(self, deadline: float) -> None:
         """Returns when the owner has begun the attempt. Needs a mapped memory's owner to live."""
-        self._wait_for_owner(0, f"policy rank {self._gpu} has not settled its weights and made room for the engine's", deadline)
+        self._wait_for_owner(
+            0, f"policy rank {self._gpu} has not settled its weights and made room for the engine's", deadline
+        )
 
     def wait_until_filled(self, round_index: int, deadline: float) -> None:
         """Returns when the owner has written the round. Needs a mapped memory's owner to live."""
-        self._wait_for_owner(round_index + 1, f"policy rank {self._gpu} has not exchanged round {round_index} of its GPU", deadline)
+        self._wait_for_owner(
+            round_index + 1, f"policy rank {self._gpu} has not exchanged round {round_index} of its GPU", deadline
+        )
 
     def wait_until_read(self, reader: int, worker: int, num_rounds: int, deadline: float) -> None:
         """Waits until the `reader`-th worker of the GPU, number `worker` in the schedule, has read this many rounds."""
@@ -92,7 +97,9 @@ class Pace:
         """Rounds of the present attempt; negative while the word belongs to an earlier one."""
         return int(self._words[word]) - self.attempt * _ATTEMPT
 
-    def _wait(self, is_done: Callable[[], bool], what: str, deadline: float, look: Callable[[], None] | None = None) -> None:
+    def _wait(
+        self, is_done: Callable[[], bool], what: str, deadline: float, look: Callable[[], None] | None = None
+    ) -> None:
         next_look = time.monotonic() + _LOOK_S
         while not is_done():
             if self.is_given_up:

@@ -52,7 +52,8 @@ class _Round(NamedTuple):
 class Puller:
     """The pulls of one engine worker.
 
-    A refit is `run`, which for each round in order does `pull` and `verify`; then `finish`. Only after that may the engine sample.
+    A refit is `run`, which for each round in order does `pull` and `verify`; then `finish`. Only after that may the
+    engine sample.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class Puller:
     ) -> None:
         """Maps the memory of the worker's GPU and prepares all copies.
 
-        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call; `worker` is its
-        number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated engine) and need not be mapped.
-        `addresses` are those of an earlier puller of this model.
+        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call;
+        `worker` is its number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated
+        engine) and need not be mapped. `addresses` are those of an earlier puller of this model.
         """
         self._live = live
         self._gpu = handles.gpu
@@ -86,12 +87,17 @@ class Puller:
         else:
             assert handles.exchange is not None and handles.pace is not None
             self._exchange = MappedMemory(handles.exchange)
-            self._body, self._pace = self._exchange.tensor, Pace(MappedMemory(handles.pace, is_writable=True), handles.gpu)
+            self._body, self._pace = (
+                self._exchange.tensor,
+                Pace(MappedMemory(handles.pace, is_writable=True), handles.gpu),
+            )
         self._reader = [number for number, found in schedule.workers.items() if found.gpu == handles.gpu].index(worker)
         check_devices(tensors, self._body.device, gpu=handles.gpu)
         mapped = dict(handles.peers) | ({handles.gpu: handles.arena} if handles.arena else {})
         if self._body.device.type == "cpu":
-            assert schedule.mappable_ranks(worker) <= mapped.keys(), "handles without the arenas of the node: see handles_for"
+            assert schedule.mappable_ranks(worker) <= mapped.keys(), (
+                "handles without the arenas of the node: see handles_for"
+            )
         self._arenas = {rank: (MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
         self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
         self._padding = [(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
@@ -155,7 +161,10 @@ class Puller:
         different = (plan.checksums.take() != expected).nonzero().flatten().tolist()
         mismatches, padding_bytes = [], 0
         for pull in (plan.pulls[index] for index in different):
-            mismatches.append(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})")
+            mismatches.append(
+                f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU "
+                f"{self._gpu})"
+            )
         for slot, box, target in self._padding if round_index == 0 else ():
             padding_bytes += target.nbytes
             # By bytes: a fresh engine's padding has no negative zeros or NaNs.
@@ -183,8 +192,13 @@ class Puller:
 
     def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
         targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
-        copies = [TensorCopy(target, self._source(pull), pull.copy.transform) for target, pull in zip(targets, pulls, strict=True)]
-        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(self._body.device)
+        copies = [
+            TensorCopy(target, self._source(pull), pull.copy.transform)
+            for target, pull in zip(targets, pulls, strict=True)
+        ]
+        words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(
+            self._body.device
+        )
         checksums = Checksums([Summed(target) for target in targets])
         return _Round(pulls, Copies(copies), checksums, words, sum(target.nbytes for target in targets))
 
@@ -206,7 +220,8 @@ class Puller:
         if addresses != self.addresses:
             moved = sorted({str(slot) for slot, _ in addresses.items() ^ self.addresses.items()})
             raise RefitError(
-                f"{len(moved)} engine tensors were rebound, added or lost after the refit was prepared: {', '.join(moved[:_MAX_REPORTED])}"
+                f"{len(moved)} engine tensors were rebound, added or lost after the refit was prepared: "
+                f"{', '.join(moved[:_MAX_REPORTED])}"
             )
 
 
@@ -219,12 +234,15 @@ def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, gpu: 
     for slot, tensor in tensors.items():
         if tensor.device != device:
             raise RefitError(
-                f"{slot} of the engine is on {tensor.device}, the memory of its GPU {gpu} on {device}: an engine worker runs on the "
-                "device of the policy rank of its GPU; remove device_ids from policy.generation.vllm_kwargs"
+                f"{slot} of the engine is on {tensor.device}, the memory of its GPU {gpu} on {device}: an engine "
+                "worker runs on the device of the policy rank of its GPU; remove device_ids from "
+                "policy.generation.vllm_kwargs"
             )
 
 
-def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:
+def check_coverage(
+    tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]
+) -> None:
     """Raises unless pulls and padding together write every element of every live tensor exactly once.
 
     The schedule was proven against tables; this proves it against the live model.

@@ -48,18 +48,22 @@ class Strided(NamedTuple):
                 address + self.word_bytes * sum(map(int.__mul__, index, strides))
                 for address, strides in zip(self.addresses, self.strides, strict=True)
             )
-            yield self._replace(addresses=addresses, sizes=self.sizes[num_split:], strides=tuple(s[num_split:] for s in self.strides))
+            yield self._replace(
+                addresses=addresses, sizes=self.sizes[num_split:], strides=tuple(s[num_split:] for s in self.strides)
+            )
 
 
 def strided(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
     """Tensors of one shape and item size as one box in several memories.
 
-    Words are as long as addresses, runs and strides allow, at most `max_word_bytes` (a power of two). No strides may be negative (torch has
-    none), and no length zero.
+    Words are as long as addresses, runs and strides allow, at most `max_word_bytes` (a power of two). No strides may be
+    negative (torch has none), and no length zero.
     """
     item_bytes = tensors[0].element_size()
     dims = [
-        (length, tuple(tensor.stride(dim) * item_bytes for tensor in tensors)) for dim, length in enumerate(tensors[0].shape) if length != 1
+        (length, tuple(tensor.stride(dim) * item_bytes for tensor in tensors))
+        for dim, length in enumerate(tensors[0].shape)
+        if length != 1
     ]
     merged = [(item_bytes, (1,) * len(tensors))]
     for length, strides in reversed(dims):

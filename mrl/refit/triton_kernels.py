@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of a refit on a GPU: a launch per kind of box copies all boxes of a round, or takes checksums of its values.
 
-Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_INTERPRET=1) runs them on CPU tensors too.
+Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_INTERPRET=1) runs them on CPU tensors
+too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _WORD_BYTES = (128, 16, 8, 4, 2, 1)
 # Elements that one program copies, and blocks and elements of each that one program adds up at a time.
 _COPY_ELEMENTS, _COPY_WARPS = 2048, 8
 _SUM_BLOCKS, _SUM_ELEMENTS, _SUM_WARPS = 4, 1024, 4
-# Columns of a table: first tile, number, words, words of a run, two lengths; then for each memory its address and strides.
+# Columns of a table: first tile, number, words, words of a run, two lengths; then for each memory its address and
+# strides.
 _COPY_COLUMNS = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(10)
 
@@ -59,16 +61,28 @@ class BoxCopies:
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Each source has its target's shape and item size, and shares memory with no target. All lie on one device."""
         self._kept = (list(targets), list(sources))
-        boxes = [part for target, source in zip(targets, sources, strict=True) if target.numel() for part in _box([source, target]).parts()]
+        boxes = [
+            part
+            for target, source in zip(targets, sources, strict=True)
+            if target.numel()
+            for part in _box([source, target]).parts()
+        ]
         self._device = targets[0].device
-        self._tables = _tables(((box, 0) for box in boxes), lambda box: _COPY_ELEMENTS * min(8, box.word_bytes), self._device)
+        self._tables = _tables(
+            ((box, 0) for box in boxes), lambda box: _COPY_ELEMENTS * min(8, box.word_bytes), self._device
+        )
 
     def run(self) -> None:
         """Queues the kernels that write all targets."""
         with _on(self._device):
             for kind, rows, row_of_tile in self._tables:
                 cast(_Kernel, _copy_kernel)[(len(row_of_tile),)](
-                    rows, row_of_tile, ELEMENTS=_COPY_ELEMENTS, WORD_BYTES=kind.word_bytes, IS_RUN=kind.is_run, num_warps=_COPY_WARPS
+                    rows,
+                    row_of_tile,
+                    ELEMENTS=_COPY_ELEMENTS,
+                    WORD_BYTES=kind.word_bytes,
+                    IS_RUN=kind.is_run,
+                    num_warps=_COPY_WARPS,
                 )
 
 
@@ -80,7 +94,10 @@ class BoxSums:
         self._kept = list(values)
         self._device = values[0].device
         num_blocks = [triton.cdiv(value.nbytes, 4 * BLOCK_WORDS) for value in values]
-        self._inner, self._outer = odd_weights(BLOCK_WORDS, self._device), odd_weights(max(num_blocks) + 2, self._device)
+        self._inner, self._outer = (
+            odd_weights(BLOCK_WORDS, self._device),
+            odd_weights(max(num_blocks) + 2, self._device),
+        )
         lengths = torch.tensor([value.nbytes for value in values], device=self._device)
         self._initial = self._outer[torch.tensor(num_blocks, device=self._device).clamp(min=1)] * lengths
         boxes = ((_sum_box(value), index) for index, value in enumerate(values) if value.nbytes)
@@ -126,7 +143,9 @@ def _sum_box(value: Tensor) -> Strided:
     return strided([value], max_word_bytes=4 if box.word_bytes >= 4 else 1)
 
 
-def _tables(boxes: Iterable[tuple[Strided, int]], tile_bytes: Callable[[Strided], int], device: torch.device) -> list[_Table]:
+def _tables(
+    boxes: Iterable[tuple[Strided, int]], tile_bytes: Callable[[Strided], int], device: torch.device
+) -> list[_Table]:
     """A table for each kind of box, each with the number beside it; a program takes `tile_bytes` of a box."""
     by_kind: dict[_Kind, list[tuple[Strided, int]]] = defaultdict(list)
     for box, number in boxes:
@@ -136,7 +155,9 @@ def _tables(boxes: Iterable[tuple[Strided, int]], tile_bytes: Callable[[Strided]
         rows, counts, num_tiles = [], [], 0
         for box, number in found:
             memories = (
-                value for address, strides in zip(box.addresses, box.strides, strict=True) for value in (address, *padded(strides, 0))
+                value
+                for address, strides in zip(box.addresses, box.strides, strict=True)
+                for value in (address, *padded(strides, 0))
             )
             rows.append((num_tiles, number, box.num_words, box.run, *padded(box.sizes, 1)[1:], *memories))
             counts.append(triton.cdiv(box.num_words * box.word_bytes, tile_bytes(box)))
@@ -192,7 +213,9 @@ def _copy_kernel(table, row_of_tile, ELEMENTS: tl.constexpr, WORD_BYTES: tl.cons
     """Copies a tile of a box."""
     COUNT: tl.constexpr = WORD_BYTES // 8 if WORD_BYTES > 8 else 1
     WORDS: tl.constexpr = ELEMENTS // COUNT
-    ELEMENT: tl.constexpr = tl.int64 if WORD_BYTES >= 8 else (tl.int32 if WORD_BYTES == 4 else (tl.int16 if WORD_BYTES == 2 else tl.int8))
+    ELEMENT: tl.constexpr = (
+        tl.int64 if WORD_BYTES >= 8 else (tl.int32 if WORD_BYTES == 4 else (tl.int16 if WORD_BYTES == 2 else tl.int8))
+    )
     tile = tl.program_id(0)
     row = table + tl.load(row_of_tile + tile).to(tl.int64) * _COPY_COLUMNS
     start = (tile - tl.load(row)) * WORDS
@@ -225,7 +248,9 @@ def _sum_kernel(
     num_words = tl.load(row + 2)
     block = (tile - tl.load(row)) * BLOCKS
     blocks = tl.arange(0, BLOCKS)
-    weights = tl.load(outer + block + blocks, mask=(block + blocks) * BLOCK < (num_words * COUNT + BYTES - 1) // BYTES, other=0)
+    weights = tl.load(
+        outer + block + blocks, mask=(block + blocks) * BLOCK < (num_words * COUNT + BYTES - 1) // BYTES, other=0
+    )
     total = tl.zeros([WORDS, COUNT], dtype=tl.int64)
     for at in range(0, BLOCK, ELEMENTS):
         columns = blocks[:, None] * (BLOCK // COUNT) + at // COUNT + tl.arange(0, WORDS)[None, :]
@@ -239,7 +264,9 @@ def _sum_kernel(
             values = tl.zeros([BLOCKS, WORDS, COUNT], dtype=tl.int32)
             for index in tl.static_range(4):
                 inside = (start + columns * 4 + index < num_words)[:, :, None]
-                elements = _elements(row + 6, _offsets(row, row + 6, start, columns * 4 + index, IS_RUN), tl.uint8, COUNT)
+                elements = _elements(
+                    row + 6, _offsets(row, row + 6, start, columns * 4 + index, IS_RUN), tl.uint8, COUNT
+                )
                 values |= tl.load(elements, mask=inside, other=0, cache_modifier=".cg").to(tl.int32) << (8 * index)
         added = tl.sum(values.to(tl.int64) * weights[:, None, None], axis=0)
         places = at + (tl.arange(0, WORDS) * COUNT)[:, None] + tl.arange(0, COUNT)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which a user's agents run, many at once in one event loop.
 
-`python -m mrl.rollout.agent_child MODULE:FUNCTION LISTENER_FD REPORT_FD PARENT_PID`, with the key of its address on stdin. It answers as
-every agent with a URL does: see `mrl.rollout.agents`. To REPORT_FD it writes a line of JSON when an agent blocks the loop of all.
+`python -m mrl.rollout.agent_child MODULE:FUNCTION LISTENER_FD REPORT_FD PARENT_PID`, with the key of its address on
+stdin. It answers as every agent with a URL does: see `mrl.rollout.agents`. To REPORT_FD it writes a line of JSON when
+an agent blocks the loop of all.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def main() -> None:
     agent = cast(AgentFunction, find_fitting(path, AGENT))
     listener = socket.socket(fileno=int(listener_fd))
     serving = http_gate.start(
-        make_app(agent, LoopWatch(int(report_fd))), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES
+        make_app(agent, LoopWatch(int(report_fd))),
+        listener,
+        api_key=sys.stdin.readline().strip(),
+        max_body=MAX_TASK_BYTES,
     )
     # It ends if a task that an agent has begun leaves the process, and then another process takes its place.
     while serving.is_alive():
@@ -88,9 +92,13 @@ class LoopWatch:
             loop = asyncio.get_running_loop()
             loop.set_task_factory(cast(Any, self._new_task))
             self._beat = time.monotonic()
-            threading.Thread(target=self._watch, args=(loop, threading.get_ident()), name="loop watch", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(loop, threading.get_ident()), name="loop watch", daemon=True
+            ).start()
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    def _new_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
+    ) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=loop, **options)
         self._agents[task] = _AGENT.get("")
         return task
@@ -130,7 +138,8 @@ def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
     """The routes: `POST /` runs the agent on a row."""
-    # Made once: that takes longer than a short agent. Several, as httpx looks at all connections of a pool for each request.
+    # Made once: that takes longer than a short agent. Several, as httpx looks at all connections of a pool for each
+    # request.
     context = ssl.create_default_context()
     pools = itertools.cycle([Connections(trust_env=False, verify=context) for _ in range(NUM_POOLS)])
 
@@ -141,7 +150,13 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
         late_s = watch.late_s
         deadline_s, left_s = float(task["deadline_s"]), float(task["deadline_at"]) - time.monotonic()
         # Not again by itself: the gateway waits for engines, and asks another one if one dies.
-        client = AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], http_client=next(pools), max_retries=0, timeout=deadline_s)
+        client = AsyncOpenAI(
+            base_url=task["base_url"],
+            api_key=task["api_key"],
+            http_client=next(pools),
+            max_retries=0,
+            timeout=deadline_s,
+        )
         try:
             async with asyncio.timeout(left_s) as limit:
                 found = outcome(await agent(client=client, row=task["row"]))
@@ -149,7 +164,12 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             if isinstance(error, TimeoutError) and limit.expired() and watch.late_s > late_s:
                 return _json({"error": "its process was blocked", "status": BLOCKED})
             if isinstance(error, TimeoutError) and limit.expired():
-                return _json({"error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)", "status": "timeout"})
+                return _json(
+                    {
+                        "error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)",
+                        "status": "timeout",
+                    }
+                )
             current = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # by whoever ends the request, and not by what the agent waits for

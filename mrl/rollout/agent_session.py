@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One agent's session: turns its requests into an engine's and keeps answers token by token. Needs no vLLM, no HTTP.
 
-A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which the trainer compares
-with, is replaced by the run's own value, and counted.
+A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which
+the trainer compares with, is replaced by the run's own value, and counted.
 """
 
 from __future__ import annotations
@@ -25,24 +25,35 @@ from mrl.types import SamplingParams, hashed_seed
 RECORD = "record"
 """Field of requests to engines that asks for the tokens of answers, and of the answers that has them."""
 ROUTES = "routes"
-"""Field of each answer in a record where engines keep routes: as `write_routes` makes it, or null if nobody knows them."""
+"""Field of each answer in a record where engines keep routes: as `write_routes` makes it, or null if nobody
+knows them.
+"""
 FORCED = "forced"
-"""Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the model alone."""
+"""Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the
+model alone.
+"""
 
 PASSED = (
-    "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "stop",
-    "include_stop_str_in_output", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "chat_template_kwargs",
+    "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format",
+    "structured_outputs", "stop",
+    "include_stop_str_in_output", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs",
+    "chat_template_kwargs",
     "reasoning_effort", "include_reasoning", "documents", "skip_special_tokens", "spaces_between_special_tokens",
     "return_tokens_as_token_ids",
 )  # fmt: skip
 """Fields that engines get as they are."""
 OWN = (
-    "model", "stream", "stream_options", "return_token_ids", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "model", "stream", "stream_options", "return_token_ids", "user", "metadata", "store", "service_tier",
+    "safety_identifier",
     "prompt_cache_key", "session_id",
 )  # fmt: skip
-"""Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the run does."""
+"""Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the
+run does.
+"""
 CONTEXT = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
-"""Parts that a chat template writes besides the messages: where they differ, a conversation does not go on from the same tokens."""
+"""Parts that a chat template writes besides the messages: where they differ, a conversation does not go on from the
+same tokens.
+"""
 MAX_TEXT_CHARACTERS = 20_000
 """Limit of a session's texts that are kept for readers."""
 

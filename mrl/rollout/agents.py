@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs agents: each handles a row in a session of the gateway, gives a reward, and leaves training sequences.
 
-An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics}`, or `{error}`. A
-user's function has a URL too, that of processes of ours. An agent or server that dies under way is another attempt, in a new session.
+An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics}`,
+or `{error}`. A user's function has a URL too, that of processes of ours. An agent or server that dies under way is
+another attempt, in a new session.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class AgentTask:
     @property
     def row(self) -> dict[str, object]:
         """The row as agents get it: its fields, question and answer by one name whatever the data set calls them."""
-        return json.loads(self.prompt.row) | {"prompt": self.prompt.text, "expected_answer": self.prompt.expected_answer}
+        return json.loads(self.prompt.row) | {
+            "prompt": self.prompt.text,
+            "expected_answer": self.prompt.expected_answer,
+        }
 
     def rollout(self, sequence: TurnSequence) -> Rollout:
         """A training sequence as the trainer takes it."""
@@ -139,7 +143,9 @@ class FunctionAgent:
             reply = await answer
         except TimeoutError:
             if process is not None and process.poll() is None:
-                logger.warning("The process of agent %s does not end a rollout at its deadline, and is ended", self.path)
+                logger.warning(
+                    "The process of agent %s does not end a rollout at its deadline, and is ended", self.path
+                )
                 process.kill()
             if self._blocker.get("session", task["base_url"]) != task["base_url"]:
                 raise AgentBlocked(f"another agent blocks its process: {self._blocker['place']}") from None
@@ -179,8 +185,18 @@ class FunctionAgent:
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         while self._num_failed < MAX_FAILED_STARTS:
             reports, report_fd = os.pipe()
-            arguments = (sys.executable, "-m", "mrl.rollout.agent_child", self.path, str(descriptor), str(report_fd), str(os.getpid()))
-            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(descriptor, report_fd), env=variables)
+            arguments = (
+                sys.executable,
+                "-m",
+                "mrl.rollout.agent_child",
+                self.path,
+                str(descriptor),
+                str(report_fd),
+                str(os.getpid()),
+            )
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.PIPE, pass_fds=(descriptor, report_fd), env=variables
+            )
             os.close(report_fd)
             reading = asyncio.ensure_future(self._read_reports(reports))
             self._process, self._num_failed = process, self._num_failed + 1
@@ -195,7 +211,9 @@ class FunctionAgent:
             self._blocker = {}
             logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
         times = f"{self._num_failed} times in a row before it could run a rollout"
-        self._broken.set_exception(RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log"))
+        self._broken.set_exception(
+            RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log")
+        )
 
     async def _look_for_life(self) -> None:
         """Notes when the process answers; if it ends first, `_keep_alive` notices."""
@@ -268,7 +286,10 @@ class AgentRunner:
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all at once
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     continue
-                reply = {"error": f"no agent within {self._timeout_s:g} s (env.agent_timeout_s): {lost}", "status": "timeout"}
+                reply = {
+                    "error": f"no agent within {self._timeout_s:g} s (env.agent_timeout_s): {lost}",
+                    "status": "timeout",
+                }
             except AgentLost as lost:
                 reason, attempt = str(lost), attempt + 1
                 if isinstance(lost, AgentBlocked):
@@ -280,19 +301,29 @@ class AgentRunner:
                 self.gateway.close_session(session)
                 self._waiting.pop(task.request_id, None)
             return self._ended(task, session, judged(reply, masks_flagged=self._masks_flagged), attempt)
-        return self._ended(task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS)
+        return self._ended(
+            task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS
+        )
 
     async def _ask(self, task: AgentTask, session: AgentSession, deadline_s: float) -> Json:
         name = task.prompt.env_name
         if (agents := self.agents.get(name)) is None:
             assert self.gym is not None, name
             with self.gateway.receipts.rollout(task.sampling):
-                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task))
+                row = gym_row(
+                    json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task)
+                )
                 result = await self.gym.run(name, row, deadline_s=deadline_s)
                 return reply_of(result, session, self.gateway.receipts)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
-        asked = {"row": task.row, "base_url": base_url, "api_key": session.key, "model": MODEL, "deadline_s": deadline_s}
+        asked = {
+            "row": task.row,
+            "base_url": base_url,
+            "api_key": session.key,
+            "model": MODEL,
+            "deadline_s": deadline_s,
+        }
         return await agent.ask(asked)
 
     def _group_of(self, task: AgentTask) -> int:
@@ -320,7 +351,10 @@ class AgentRunner:
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
     """Verdict in an agent's answer: a reward, or components summing to it; `mask` keeps the rollout out of the loss."""
     if (error := reply.get("error")) is not None:
-        return failed(str(error)[:500] or "the agent answers an empty error", "timeout" if reply.get("status") == "timeout" else "error")
+        return failed(
+            str(error)[:500] or "the agent answers an empty error",
+            "timeout" if reply.get("status") == "timeout" else "error",
+        )
     try:
         components, metrics = (_numbers(reply, name) for name in ("components", "metrics"))
         total = reply.get("reward")
@@ -345,7 +379,9 @@ def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
 
 def failed(reason: str, status: Status, verdict: Verdict | None = None) -> Verdict:
     """The verdict on a rollout that does not count."""
-    return Verdict(0.0, False, status, "", "", reason=safe_text(reason), metrics={} if verdict is None else verdict.metrics)
+    return Verdict(
+        0.0, False, status, "", "", reason=safe_text(reason), metrics={} if verdict is None else verdict.metrics
+    )
 
 
 def _numbers(reply: Json, name: str) -> dict[str, float]:

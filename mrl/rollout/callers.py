@@ -39,7 +39,9 @@ class Question:
     prompt: EngineInput
     params: SamplingParams
     answer: Callable[[Answered | Exception], None]
-    """Gets the answer, or the reason for a refusal; called once, by the thread that steps the engine, unless the question is withdrawn."""
+    """Gets the answer, or the reason for a refusal; called once, by the thread that steps the engine, unless the
+    question is withdrawn.
+    """
 
 
 TakeRoutes = Callable[[Sequence[str], "RequestOutput"], "Sequence[np.ndarray | None] | None"]
@@ -59,7 +61,9 @@ class Callers:
     def ask(self, question: Question) -> None:
         """Queues a question. ValueError: it wants more answers than there are slots, and would block all others."""
         if question.params.n > self._num_slots:
-            raise ValueError(f"n={question.params.n} is more than the {self._num_slots} slots of http_server_share; ask for fewer")
+            raise ValueError(
+                f"n={question.params.n} is more than the {self._num_slots} slots of http_server_share; ask for fewer"
+            )
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:
@@ -98,7 +102,9 @@ class Callers:
         """Records that the engine has accepted a question: vLLM's id of it, weight version, and number of refits."""
         self._asked[question.question_id] = (question, vllm_id, weight_version, num_refits)
 
-    def answer(self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None) -> bool:
+    def answer(
+        self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None
+    ) -> bool:
         """Passes an output of vLLM to its asker; False if nobody asked. `num_refits`: refits so far; see `note`."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
@@ -106,5 +112,7 @@ class Callers:
             # vLLM names the parts of a request for several answers so.
             ids = [vllm_id] if question.params.n == 1 else [f"{index}_{vllm_id}" for index in range(question.params.n)]
             is_forced = question.params.structured_outputs is not None
-            question.answer(Answered(output, weight_version, 1 + num_refits - earlier, is_forced, take_routes(ids, output)))
+            question.answer(
+                Answered(output, weight_version, 1 + num_refits - earlier, is_forced, take_routes(ids, output))
+            )
         return found is not None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of vLLM 0.32 for CPU hosts: nemotron_h's experts, refit-writable weights, fp32 logprobs free of the batch.
 
-`PATCHES` at the end lists every replaced name: by what, why, and until when. GPU hosts have the real thing, so nothing is patched there.
+`PATCHES` at the end lists every replaced name: by what, why, and until when. GPU hosts have the real thing, so nothing
+is patched there.
 """
 
 from __future__ import annotations
@@ -24,9 +25,18 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
 from mrl.rollout.cpu_sampling import CountingRequest, draw_tokens, gumbel_seeds
-from mrl.rollout.cpu_speculation import come_back, convolve_proposed, draw_ahead, note_accepted, sample_targets, scan_proposed, spread
+from mrl.rollout.cpu_speculation import (
+    come_back,
+    convolve_proposed,
+    draw_ahead,
+    note_accepted,
+    sample_targets,
+    scan_proposed,
+    spread,
+)
 
-# The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
+# The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a
+# margin.
 ROW_MULTIPLE = 16
 
 # torch's vector loops take 32 floats with AVX-512; the scalar loop for the rest rounds differently.
@@ -39,14 +49,18 @@ TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
 def install() -> None:
     """Applies PATCHES in this process, once; call it before the model is built."""
     if not current_platform.is_cpu():
-        raise RuntimeError(f"mrl.rollout.cpu is for CPU hosts, but vLLM's platform here is {current_platform.device_name}")
+        raise RuntimeError(
+            f"mrl.rollout.cpu is for CPU hosts, but vLLM's platform here is {current_platform.device_name}"
+        )
     if _libraries:
         return
     for patch in PATCHES:
         path, _, name = patch.name.rpartition(".")
         owner = pkgutil.resolve_name(path)
         # A module may use a builtin function, which a name of its own hides; and a class may lack a method.
-        setattr(owner, name, patch.replace(getattr(owner, name) if name in vars(owner) else getattr(builtins, name, None)))
+        setattr(
+            owner, name, patch.replace(getattr(owner, name) if name in vars(owner) else getattr(builtins, name, None))
+        )
     library = torch.library.Library("aten", "IMPL")
     for name in TAIL_SAFE_FUNCTIONS:
         library.impl(name, _tail_safe(getattr(torch.ops.aten, name).out), "CPU")
@@ -152,13 +166,19 @@ class PlainExperts(CPUUnquantizedExperts):
         num_elsewhere, *counts = torch.bincount(expert_ids + 1, minlength=len(w1) + 1).tolist()
         choices = expert_ids.argsort(stable=True)[num_elsewhere:]
         tokens = choices // topk_ids.shape[1]
-        weights = torch.ones(len(choices), 1) if apply_router_weight_on_input else topk_weights.reshape(-1, 1)[choices].float()
+        weights = (
+            torch.ones(len(choices), 1)
+            if apply_router_weight_on_input
+            else topk_weights.reshape(-1, 1)[choices].float()
+        )
         # Filled up with token 0 for each expert; what becomes of it is dropped.
         padded = [F.pad(chosen, (0, -len(chosen) % ROW_MULTIPLE)) for chosen in tokens.split(counts)]
         sizes = [len(chosen) for chosen in padded]
         # Experts at once where there is no matrix product: each call costs as much as the few rows of an expert.
         inputs = hidden_states[torch.cat(padded)].split(sizes)
-        hidden = _activate(activation, torch.cat([F.linear(rows, weight) for rows, weight in zip(inputs, w1, strict=True)])).split(sizes)
+        hidden = _activate(
+            activation, torch.cat([F.linear(rows, weight) for rows, weight in zip(inputs, w1, strict=True)])
+        ).split(sizes)
         results = [F.linear(rows, weight)[:count] for rows, weight, count in zip(hidden, w2, counts, strict=True)]
         scaled = torch.cat(results).float().mul_(weights)
         output.copy_(torch.zeros(output.shape, dtype=torch.float32).index_add_(0, tokens, scaled))
@@ -255,7 +275,9 @@ def _selective_state_update(
     states = state.index_select(0, slots).float()
     result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
     starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
-    ops.mamba_chunk_scan_fwd_cpu(result, states, x, dt, A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous(), z, starts)
+    ops.mamba_chunk_scan_fwd_cpu(
+        result, states, x, dt, A[:, 0, 0].contiguous(), B, C, D[:, 0].float().contiguous(), z, starts
+    )
     if result is not out:
         out.copy_(result)
     state[slots] = states.to(state.dtype)
@@ -266,7 +288,9 @@ def _take_over(original: Callable[..., IntermediateTensors]) -> Callable[..., In
     def sync_and_gather(runner: GPUModelRunner, *arguments: object) -> IntermediateTensors:
         if runner.intermediate_tensors is None:
             make: Callable[..., IntermediateTensors] = getattr(runner.get_model(), "make_empty_intermediate_tensors")  # noqa: B009
-            runner.intermediate_tensors = make(batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
+            runner.intermediate_tensors = make(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
         return original(runner, *arguments)
 
     return sync_and_gather
@@ -287,8 +311,12 @@ class EnginePatch:
 
 
 _PREFILL = "the prefill kernel, for decoding too"
-_DECODE = "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs"
-_SAME_TOKENS = "with vLLM's, a request's tokens depend on what was proposed, so that its seed no longer says what it samples"
+_DECODE = (
+    "the decode kernel has other bits than the prefill kernel, so a chunk of one token or a recompute changes logprobs"
+)
+_SAME_TOKENS = (
+    "with vLLM's, a request's tokens depend on what was proposed, so that its seed no longer says what it samples"
+)
 _UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed by seed"
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
@@ -296,7 +324,10 @@ PATCHES = (
     EnginePatch(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         "linear layers on weights as loaded, in rows of 16",
-        "vLLM packs the weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
+        (
+            "vLLM packs the weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get "
+            "other bits than many"
+        ),
         "vLLM can leave weights unpacked on CPUs, and its kernel's rows do not depend on their number",
         lambda _: _dispatch_linear,
     ),
@@ -322,7 +353,11 @@ PATCHES = (
         lambda _: _causal_conv1d,
     ),
     EnginePatch(
-        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, lambda _: _causal_conv1d_update
+        "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update",
+        _PREFILL,
+        _DECODE,
+        _SAME_BITS,
+        lambda _: _causal_conv1d_update,
     ),
     EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update",
@@ -340,10 +375,16 @@ PATCHES = (
     ),
     EnginePatch(
         "vllm.v1.worker.gpu_input_batch.InputBatch.add_request",
-        "the same function, for which a request's prompt is all that it has when it comes, and which knows the states that it comes with",
-        "the last tokens of a request that is computed anew pass for proposals, and it goes on from the state of the first of them; one"
-        " that a full step left out goes on from a state before its accepted tokens",
-        "vLLM's first model runner knows of requests that come back what the second does (`prefill_len`, `num_accepted_tokens_gpu`)",
+        (
+            "the same function, for which a request's prompt is all that it has when it comes, and which knows the "
+            "states that it comes with"
+        ),
+        "the last tokens of a request that is computed anew pass for proposals, and it goes on from the state of "
+        "the first of them; one that a full step left out goes on from a state before its accepted tokens",
+        (
+            "vLLM's first model runner knows of requests that come back what the second does (`prefill_len`, "
+            "`num_accepted_tokens_gpu`)"
+        ),
         come_back,
     ),
     EnginePatch(
@@ -387,7 +428,10 @@ PATCHES = (
     EnginePatch(
         "vllm.triton_utils.dispatcher.vars",
         "the builtin function, which finds nothing in objects that only seem to have attributes",
-        "numba's library, which the n-gram proposer loads, has such objects, over which the next engine of the process stumbles",
+        (
+            "numba's library, which the n-gram proposer loads, has such objects, over which the next engine of the "
+            "process stumbles"
+        ),
         "vLLM's search for kernels passes over them",
         lambda original: lambda value: found if isinstance(found := original(value), Mapping) else {},
     ),

@@ -12,7 +12,9 @@ from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 
-def gather_rows(group: CpuCommunicator, given: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None) -> object:
+def gather_rows(
+    group: CpuCommunicator, given: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
+) -> object:
     """All workers' rows stacked, as `all_gatherv` of vLLM's other communicators; worker `i` has `sizes[i]` of them."""
     assert dim == 0
     if isinstance(given, list):
@@ -30,7 +32,9 @@ def sum_rows(group: CpuCommunicator, given: Tensor, dim: int = 0, sizes: Sequenc
     assert dim == 0
     total = given.clone()
     dist.all_reduce(total, group=group.device_group)
-    return total.split(list(sizes or [len(given) // group.world_size] * group.world_size))[group.rank_in_group].contiguous()
+    return total.split(list(sizes or [len(given) // group.world_size] * group.world_size))[
+        group.rank_in_group
+    ].contiguous()
 
 
 def gather_any(original: Callable[..., None]) -> Callable[..., None]:

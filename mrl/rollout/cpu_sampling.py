@@ -38,7 +38,11 @@ class CountingRequest(CachedRequestState):
 
 
 def draw_tokens(
-    sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, CountingGenerator], k: Tensor | None, p: Tensor | None
+    sampler: TopKTopPSampler,
+    logits: Tensor,
+    generators: dict[int, CountingGenerator],
+    k: Tensor | None,
+    p: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     logits = apply_top_k_top_p(logits, k, p)
     logprobs = None

@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 
 
 def convolve_proposed(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, num_accepted: Tensor, starts: Tensor
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: Tensor,
+    num_accepted: Tensor,
+    starts: Tensor,
 ) -> Tensor:
     """The causal convolution of the tokens of each sequence [tokens, channels], from the inputs before them.
 
-    A sequence's state holds the inputs of the last step: the ones before its tokens, and all of its tokens but the last, of which
-    `num_accepted` were right. Each token gets a window of its own, as in decoding without proposals: the bits are the same.
+    A sequence's state holds the inputs of the last step: the ones before its tokens, and all of its tokens but the
+    last, of which `num_accepted` were right. Each token gets a window of its own, as in decoding without proposals: the
+    bits are the same.
     """
     width, out = weight.shape[1], torch.empty_like(x)
     for length, chosen in _by_length(starts):
@@ -61,7 +68,8 @@ def scan_proposed(
 ) -> None:
     """Mamba's scan over the tokens of each sequence, one by one, as decoding does; `dt` has its bias and its softplus.
 
-    `slots` [sequences, tokens] take the state after each token. The state before them is the one after the last accepted token.
+    `slots` [sequences, tokens] take the state after each token. The state before them is the one after the last
+    accepted token.
     """
     lengths = starts.diff()
     first = slots.gather(1, (num_accepted.long() - 1).clamp(min=0)[:, None])[:, 0]
@@ -86,7 +94,9 @@ def _by_length(starts: Tensor) -> list[tuple[int, Tensor]]:
 def spread(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
     """A setting of each request, for each of its tokens, with one value replaced by another."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-    return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts, output_size=num_tokens)
+    return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(
+        counts, output_size=num_tokens
+    )
 
 
 class Returning(Protocol):
@@ -112,8 +122,8 @@ def note_accepted(original: Callable[..., object]) -> Callable[..., object]:
 def come_back(original: Callable[..., int]) -> Callable[..., int]:
     """`InputBatch.add_request` for requests that have sampled tokens already.
 
-    What they compute anew counts as prompt to its end. One that a step left out, because others had taken all of its tokens, finds the
-    states of its last step where its accepted tokens put them.
+    What they compute anew counts as prompt to its end. One that a step left out, because others had taken all of its
+    tokens, finds the states of its last step where its accepted tokens put them.
     """
 
     def add_request(batch: InputBatch, request: Returning) -> int:
@@ -172,8 +182,9 @@ def draw_ahead(original: Callable[..., object]) -> Callable[..., object]:
 def sample_targets(gumbel_seeds: Callable[[np.ndarray, np.ndarray], Tensor]) -> Callable[..., Tensor]:
     """`rejection_sample` that draws each token as if nothing were proposed; proposals are right as far as they match.
 
-    Exact in distribution, whatever proposes. As vLLM's proposers on CPU hosts name one token for each place, without probabilities, as
-    many are accepted as by rejection sampling. `gumbel_seeds` gives the seeds of draws from requests' seeds and the draws' numbers.
+    Exact in distribution, whatever proposes. As vLLM's proposers on CPU hosts name one token for each place, without
+    probabilities, as many are accepted as by rejection sampling. `gumbel_seeds` gives the seeds of draws from requests'
+    seeds and the draws' numbers.
     """
 
     def rejection_sample(
@@ -199,7 +210,9 @@ def sample_targets(gumbel_seeds: Callable[[np.ndarray, np.ndarray], Tensor]) -> 
                     # The draw of the token behind the proposals has been counted.
                     last = generators[row].num_draws - 1
                     indices = np.arange(last - count, last, dtype=np.uint64)
-                    seeds[start:stop] = gumbel_seeds(np.full(count, generators[row].initial_seed(), dtype=np.uint64), indices)
+                    seeds[start:stop] = gumbel_seeds(
+                        np.full(count, generators[row].initial_seed(), dtype=np.uint64), indices
+                    )
             drawn = torch.ops._C.fused_gumbel_argmax(target_logits.float(), seeds).reshape(-1).to(wanted.dtype)
             if sampling_metadata.all_random:
                 wanted = drawn

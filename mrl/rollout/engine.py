@@ -62,7 +62,8 @@ class _Unfinished:
 class Engine:
     """One engine: all workers, and the scheduler. Samples only between a completed refit and the next one.
 
-    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start. `llm` is vLLM's engine.
+    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
+    `llm` is vLLM's engine.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class Engine:
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
-        A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
-        With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
-        version finds running go on with the keys, values and states of the old one; else they compute them anew. `tokenizer` is the
-        folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too. Only the
-        first `num_tokens` tokens are drawn; 0: all of the model's. With `nodes`, `run_part` starts the workers on the others.
+        A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than
+        `worker_timeout_s`. With `keeps_routes` its rollouts tell which experts their tokens went through. With
+        `keeps_kv_cache` requests that a new weight version finds running go on with the keys, values and states of the
+        old one; else they compute them anew. `tokenizer` is the folder of the tokenizer in whose text stop strings are
+        looked for, if requests have any; `callers` ask in its text, too. Only the first `num_tokens` tokens are drawn;
+        0: all of the model's. With `nodes`, `run_part` starts the workers on the others.
         """
         if current_platform.is_cpu() == on_gpu():
             device = "a GPU" if on_gpu() else "the CPU"
@@ -97,9 +99,17 @@ class Engine:
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
         arguments = engine_arguments(
-            model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
+            model_dir,
+            config,
+            seed=seed,
+            device_ids=device_ids,
+            keeps_routes=keeps_routes,
+            tokenizer=tokenizer,
+            nodes=nodes,
         )
-        self.llm = start_groups(arguments) if arguments.data_parallel_size > 1 else LLMEngine.from_engine_args(arguments)
+        self.llm = (
+            start_groups(arguments) if arguments.data_parallel_size > 1 else LLMEngine.from_engine_args(arguments)
+        )
         if num_tokens:
             self._workers("limit_vocabulary", num_tokens)
         self._keeps_kv_cache = keeps_kv_cache
@@ -138,7 +148,10 @@ class Engine:
         """Queues requests; they are sampled by later steps."""
         twice = {request.request_id for request in requests} & self._unfinished.keys()
         if twice or len({request.request_id for request in requests}) < len(requests):
-            raise ValueError(f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished only once")
+            raise ValueError(
+                f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished "
+                "only once"
+            )
         parameters = [_sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
             prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
@@ -226,12 +239,13 @@ class Engine:
     def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
         """Takes part in a refit attempt with the policy. Per worker: what was verified; nothing if no reader.
 
-        A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves that every live byte
-        was reached, and refuses to step from here on. A dedicated engine that is no reader only lets the exchange go on.
+        A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves
+        that every live byte was reached, and refuses to step from here on. A dedicated engine that is no reader only
+        lets the exchange go on.
 
         Raises:
-            RefitError: a box differs, or not every live byte was verified; or the attempt came to nothing within `timeout_s`. The next one
-                has a higher number.
+            RefitError: a box differs, or not every live byte was verified; or the attempt came to nothing within
+                `timeout_s`. The next one has a higher number.
         """
         if not is_reader:
             self._refit_workers("run_refit", attempt, is_reader, timeout_s)
@@ -259,9 +273,9 @@ class Engine:
     def set_weight_version(self, version: int) -> None:
         """Completes a refit: from here on the engine samples, from weights of this version.
 
-        Cached keys and values of older weights are dropped, and running requests compute theirs again; see `keeps_kv_cache`.
-        An engine that was never prepared for refits takes the weights that it has loaded for this version. RuntimeError: what a prepared
-        one holds is not proven by `refit`.
+        Cached keys and values of older weights are dropped, and running requests compute theirs again; see
+        `keeps_kv_cache`. An engine that was never prepared for refits takes the weights that it has loaded for this
+        version. RuntimeError: what a prepared one holds is not proven by `refit`.
         """
         if self._is_prepared and not self._is_verified:
             raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
@@ -279,7 +293,9 @@ class Engine:
         self.phase = phase
         if current_platform.is_cpu() or not self._is_colocated:
             return
-        wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
+        wanted = {
+            tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"
+        }
         self.settle()
         # Callers get their answers when the cache is back.
         mode = "keep" if self.callers.num_inside else "abort"
@@ -288,8 +304,9 @@ class Engine:
             self.llm.sleep(level=2, mode=mode)
             self._awake = set()
         elif self._awake - wanted:
-            # Level 1 would send the weights to the host and back. Level 0 only pauses; then the cache alone goes. vLLM's own
-            # release_kv_cache_memory does the same, but refuses while requests that finished in the last step are on record.
+            # Level 1 would send the weights to the host and back. Level 0 only pauses; then the cache alone goes.
+            # vLLM's own release_kv_cache_memory does the same, but refuses while requests that finished in the last
+            # step are on record.
             self.llm.sleep(level=0, mode=mode)
             self.llm.reset_prefix_cache(reset_running_requests=True)
             self.llm.model_executor.discard(("kv_cache",))
@@ -326,7 +343,8 @@ class Engine:
             try:
                 vllm_id = self.llm.add_request(question.question_id, prompt, question.params)
             except Exception as error:
-                # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone surrogate is a TypeError.
+                # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone
+                # surrogate is a TypeError.
                 question.answer(error)
             else:
                 self.callers.note(question, vllm_id, weight_version=weight_version, num_refits=self._num_refits)
@@ -336,10 +354,16 @@ class Engine:
         if self._expert_layers is None or not answers:
             return [None] * len(answers)
         if current_platform.is_cpu():
-            found = {vllm_id: routes for answer in self._workers("take_routes", vllm_ids) for vllm_id, routes in answer.items()}
+            found = {
+                vllm_id: routes
+                for answer in self._workers("take_routes", vllm_ids)
+                for vllm_id, routes in answer.items()
+            }
             return [found[vllm_id] for vllm_id in vllm_ids]
         # vLLM's own have rows for layers without experts too.
-        return [None if (routes := answer.routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
+        return [
+            None if (routes := answer.routed_experts) is None else routes[:, self._expert_layers] for answer in answers
+        ]
 
     def _routes_of_question(self, vllm_ids: Sequence[str], output: RequestOutput) -> Sequence[np.ndarray | None] | None:
         if self._expert_layers is None:
@@ -384,7 +408,9 @@ def run_part(
     )
     # As vLLM's own headless nodes do. Its monitor would end the other workers, and not the process.
     config_of_node = arguments.create_engine_config(headless=True)
-    executor = MultiprocExecutor(as_one(config_of_node) if arguments.data_parallel_size > 1 else config_of_node, monitor_workers=False)
+    executor = MultiprocExecutor(
+        as_one(config_of_node) if arguments.data_parallel_size > 1 else config_of_node, monitor_workers=False
+    )
     end_with_worker(executor)
     raise RuntimeError("vLLM has shut down the workers of this node")
 
@@ -421,7 +447,12 @@ def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> Sampling
 
 
 def _rollout(
-    request: RolloutRequest, answer: RequestOutput, *, weight_version: int, num_weight_versions: int, routes: np.ndarray | None
+    request: RolloutRequest,
+    answer: RequestOutput,
+    *,
+    weight_version: int,
+    num_weight_versions: int,
+    routes: np.ndarray | None,
 ) -> Rollout:
     """The rollout in a finished answer of vLLM."""
     completion = answer.outputs[0]
@@ -436,8 +467,15 @@ def _rollout(
         # Proposals beyond the last token went through it, too.
         routes = routes[:num_forwarded]
     if routes is not None and len(routes) != num_forwarded:
-        raise RuntimeError(f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went through it")
-    proposals = Proposals() if found is None else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
+        raise RuntimeError(
+            f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went "
+            "through it"
+        )
+    proposals = (
+        Proposals()
+        if found is None
+        else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
+    )
     drawn = Rollout(
         request=replace(request, earlier=None),
         weight_version=weight_version,

@@ -58,7 +58,8 @@ def engine_arguments(
         "enforce_eager": vllm_cfg.enforce_eager,
         # Logprobs of the distribution that tokens are drawn from, after temperature.
         "logprobs_mode": "processed_logprobs",
-        # As vLLM decides: on GPUs it schedules a step during the one before (see `settle`), unless a drafter forbids that.
+        # As vLLM decides: on GPUs it schedules a step during the one before (see `settle`), unless a drafter forbids
+        # that.
         "async_scheduling": None,
         "disable_log_stats": True,
         "per_request_spec_decode_metrics": "summary" if config.speculative_method else "none",
@@ -68,14 +69,23 @@ def engine_arguments(
     if is_cpu:
         arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
     else:
-        arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
+        arguments |= {
+            "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+            "enable_sleep_mode": config.colocated.enabled,
+        }
         kernels = config.vllm_kwargs.get("kernel_config")
         if not (isinstance(kernels, dict) and FLASHINFER in kernels):
-            # vLLM would import and time FlashInfer at each start, though neither its sampler nor its experts serve here.
+            # vLLM would import and time FlashInfer at each start, though neither its sampler nor its experts serve
+            # here.
             arguments[FLASHINFER] = False
     arguments |= _class_of(Path(model_dir) / "config.json")
     if nodes is not None:
-        arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
+        arguments |= {
+            "nnodes": nodes.count,
+            "node_rank": nodes.rank,
+            "master_addr": nodes.address,
+            "master_port": nodes.port,
+        }
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
     arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
     if is_cpu:

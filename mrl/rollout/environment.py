@@ -12,10 +12,10 @@ from mrl.gpus import device_variables
 class EngineNodes:
     """The nodes over which an engine's workers are spread evenly, as one of them sees it.
 
-    They are vLLM's own (`nnodes` of its multiprocessing executor): every node's workers are children of an actor of the run, which sets
-    their devices, so that worker and policy rank of a slot share a GPU, and each answers collective calls - sleep, refits, digests - as
-    within a node. vLLM's Ray executor would place and name its workers itself, on devices of Ray's choice, and drives them by a compiled
-    graph that no call of ours can join.
+    They are vLLM's own (`nnodes` of its multiprocessing executor): every node's workers are children of an actor of the
+    run, which sets their devices, so that worker and policy rank of a slot share a GPU, and each answers collective
+    calls - sleep, refits, digests - as within a node. vLLM's Ray executor would place and name its workers itself, on
+    devices of Ray's choice, and drives them by a compiled graph that no call of ours can join.
     """
 
     count: int
@@ -33,14 +33,16 @@ def engine_environment(*, has_gpu: bool) -> dict[str, str]:
         # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # A grammar for `strict` tools, as NeMo Gym's rows have them, or for `parallel_tool_calls: false`, would choose among tokens,
-        # and what was forced cannot be trained on. NeMo RL's vLLM has none for `tool_choice: auto`, either.
+        # A grammar for `strict` tools, as NeMo Gym's rows have them, or for `parallel_tool_calls: false`, would choose
+        # among tokens, and what was forced cannot be trained on. NeMo RL's vLLM has none for `tool_choice: auto`,
+        # either.
         "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         # Models are local folders; without this a missing optional file is asked for over the network.
         "HF_HUB_OFFLINE": "1",
     }
     if has_gpu:
-        # Samplers in FlashInfer are compiled by nvcc at their first use, and none of them serves requests that ask for logprobs.
+        # Samplers in FlashInfer are compiled by nvcc at their first use, and none of them serves requests that ask for
+        # logprobs.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return common | {
         # The sampler is torch.compile'd: 8-11 s on the first step for nothing at these sizes.
@@ -50,6 +52,7 @@ def engine_environment(*, has_gpu: bool) -> dict[str, str]:
         # Binding workers to NUMA nodes refuses more workers than nodes.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        # The n-gram proposer's pool is OpenMP's, too: with a thread a core, each of torch's operations waits for them all.
+        # The n-gram proposer's pool is OpenMP's, too: with a thread a core, each of torch's operations waits for them
+        # all.
         "NUMBA_NUM_THREADS": "1",
     }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gateway of a run: one address for all agents, in front of engines that come, die and move. Needs no vLLM.
 
-`/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled. `/gym/v1/...` answers NeMo
-Gym's servers, which have no sessions, and leaves receipts. `/v1/...`, with the run's key, passes on to an engine and keeps nothing. While
-no engine answers, requests wait. Everything here is in one event loop.
+`/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled.
+`/gym/v1/...` answers NeMo Gym's servers, which have no sessions, and leaves receipts. `/v1/...`, with the run's key,
+passes on to an engine and keeps nothing. While no engine answers, requests wait. Everything here is in one event loop.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class EngineServers:
     async def _try(self, index: int, path: str, body: Json) -> Reply | None:
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+            self._client = aiohttp.ClientSession(
+                timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+            )
         asked = asyncio.ensure_future(self._post(self._client, self._addresses[index] + path, body))
         posting = self._posting.setdefault(index, set())
         posting.add(asked)
@@ -145,7 +147,13 @@ class Gateway:
     """Sessions by id, and the routes."""
 
     def __init__(
-        self, engines: EngineServers, *, api_key: str, max_model_len: int, gym_key: str | None = None, timeout_s: float = math.inf
+        self,
+        engines: EngineServers,
+        *,
+        api_key: str,
+        max_model_len: int,
+        gym_key: str | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         """`gym_key` is that of NeMo Gym's servers; None = the run's. A rollout takes at most `timeout_s` seconds."""
         self.engines = engines
@@ -177,7 +185,10 @@ class Gateway:
     def has_key(self, path: str, authorization: bytes) -> bool:
         """True when a request shows the key of its session, or of the run."""
         session = self._sessions.get(path.split("/")[2]) if path.startswith("/sessions/") else None
-        keys = [self.gym_key if path.startswith(f"{GYM}/") else self.api_key, *([session.key] if session is not None else [])]
+        keys = [
+            self.gym_key if path.startswith(f"{GYM}/") else self.api_key,
+            *([session.key] if session is not None else []),
+        ]
         return any([secrets.compare_digest(authorization, b"Bearer " + key.encode()) for key in keys])
 
     def app(self) -> Starlette:
@@ -185,9 +196,14 @@ class Gateway:
         inside = "/sessions/{session_id}"
         routes = [Route(path, self._passing_on(path), methods=["POST"]) for path in PASSED_ON]
         routes += [Route(inside + path, self._answering(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
-        routes += [Route(inside + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")]
+        routes += [
+            Route(inside + path, self._passing_on("/tokenize"), methods=["POST"])
+            for path in ("/tokenize", "/v1/tokenize")
+        ]
         routes += [Route(GYM + path, self._answering_gym(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
-        routes += [Route(GYM + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")]
+        routes += [
+            Route(GYM + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")
+        ]
         routes += [Route(prefix + "/v1/models", _models) for prefix in ("", inside, GYM)]
         routes += [Route(inside, self._describe), Route(OPEN_PATH, self._health)]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
@@ -204,15 +220,26 @@ class Gateway:
         async def answer(request: Request) -> Response:
             session = self._session(request)
             body = await _body(request)
-            if path == COMPLETIONS and isinstance(one := body.get("prompt"), list) and len(one) == 1 and isinstance(one[0], str | list):
+            if (
+                path == COMPLETIONS
+                and isinstance(one := body.get("prompt"), list)
+                and len(one) == 1
+                and isinstance(one[0], str | list)
+            ):
                 body = {**body, "prompt": one[0]}
-            if path == COMPLETIONS and isinstance(prompt := body.get("prompt"), list) and not all(isinstance(one, int) for one in prompt):
+            if (
+                path == COMPLETIONS
+                and isinstance(prompt := body.get("prompt"), list)
+                and not all(isinstance(one, int) for one in prompt)
+            ):
                 raise HTTPException(400, "prompt: a session goes on with one prompt; send one request for each")
             # A session that has ended meanwhile waits for nothing any more.
             waiting = self._waiting.get(session.session_id, set())
             reply = await _while_connected(request, self._ask(path, session, body, session.find_prefix), waiting)
             if session.session_id not in self._sessions:
-                raise HTTPException(410, f"session {session.session_id} is over: its rollout has ended, or has taken too long")
+                raise HTTPException(
+                    410, f"session {session.session_id} is over: its rollout has ended, or has taken too long"
+                )
             if reply is None:
                 return Response(status_code=499)
             status, response = reply
@@ -231,7 +258,9 @@ class Gateway:
             if known is not None:
                 self.engines.join(session, known[2])
             try:
-                asking = self._ask(path, session, body | {"return_token_ids": True}, lambda _: None if known is None else known[:2])
+                asking = self._ask(
+                    path, session, body | {"return_token_ids": True}, lambda _: None if known is None else known[:2]
+                )
                 reply = await _while_connected(request, asking, set())
             finally:
                 self.engines.leave(session)
@@ -258,7 +287,12 @@ class Gateway:
         if status == 200:
             self.num_answered += 1
             nodes = session.keep(request, response)
-            _shape(response, nodes, wants_ids=body.get("return_token_ids") is True, wants_logprobs=bool(body.get("logprobs")))
+            _shape(
+                response,
+                nodes,
+                wants_ids=body.get("return_token_ids") is True,
+                wants_logprobs=bool(body.get("logprobs")),
+            )
         return status, response
 
     def _session(self, request: Request) -> AgentSession:
@@ -313,7 +347,9 @@ async def _body(request: Request) -> Json:
     return body
 
 
-async def _while_connected(request: Request, answer: Coroutine[None, None, Reply], waiting: set[asyncio.Task[Reply]]) -> Reply | None:
+async def _while_connected(
+    request: Request, answer: Coroutine[None, None, Reply], waiting: set[asyncio.Task[Reply]]
+) -> Reply | None:
     """Waits for the answer; None if the client leaves first, or the owner of `waiting` cancels the request."""
     task = asyncio.ensure_future(answer)
     waiting.add(task)

@@ -24,7 +24,12 @@ class GroupWorker(Worker):
     """vLLM's worker, as worker `rank % size` of group `rank // size`. It takes part in each pass of any group."""
 
     def __init__(
-        self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
     ) -> None:
         parallel, size = vllm_config.parallel_config, group_size(vllm_config)
         self._rank_of_all = rank
@@ -36,7 +41,9 @@ class GroupWorker(Worker):
         parallel.data_parallel_rank_local = 0
         parallel.tensor_parallel_size = parallel.world_size = size
         is_first = self._rank_in_group == 0
-        super().__init__(vllm_config, local_rank, self._rank_in_group, distributed_init_method, is_driver_worker=is_first)
+        super().__init__(
+            vllm_config, local_rank, self._rank_in_group, distributed_init_method, is_driver_worker=is_first
+        )
 
     def init_device(self) -> None:
         super().init_device()
@@ -56,7 +63,9 @@ class GroupWorker(Worker):
             self.execute_dummy_batch()
         return None
 
-    def sample_groups(self, grammars: Sequence[GrammarOutput | None]) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def sample_groups(
+        self, grammars: Sequence[GrammarOutput | None]
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Draws the tokens of the pass in this worker's group."""
         output = self.sample_tokens(grammars[self._group]) if self._output is None else self._output
         return output if self._rank_in_group == 0 else None

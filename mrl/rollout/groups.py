@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of several worker groups: each holds all attention over its tensor-parallel size; all share the experts.
 
-vLLM calls this data parallelism with expert parallelism, and starts an engine for each group, which wait for each other in every pass.
-Here one engine has a scheduler for each group and one executor for all workers: each pass begins in all groups with one call, so that
-none can fall behind, and refits, sleep, aborts, further nodes and the death of a worker are those of any engine.
+vLLM calls this data parallelism with expert parallelism, and starts an engine for each group, which wait for each other
+in every pass. Here one engine has a scheduler for each group and one executor for all workers: each pass begins in all
+groups with one call, so that none can fall behind, and refits, sleep, aborts, further nodes and the death of a worker
+are those of any engine.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def meeting_on_loopback(parallel: ParallelConfig) -> Iterator[TCPStore | None]:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     limit = timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S)
     try:
-        yield TCPStore("127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach())
+        yield TCPStore(
+            "127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach()
+        )
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
@@ -137,7 +140,9 @@ class GroupExecutor(MultiprocExecutor):
         found.aggregate = self._first_of_groups
         return found
 
-    def _first_of_groups(self, answers: Sequence[ModelRunnerOutput | None]) -> Sequence[ModelRunnerOutput | None] | None:
+    def _first_of_groups(
+        self, answers: Sequence[ModelRunnerOutput | None]
+    ) -> Sequence[ModelRunnerOutput | None] | None:
         found = answers[:: group_size(self.vllm_config)]
         # None asks for a call of `sample_tokens`; only as one do workers ask so.
         return None if found[0] is None else found
@@ -166,10 +171,15 @@ class GroupScheduler(SchedulerInterface):
         parts = zip(self._schedulers, scheduler_output.groups, model_runner_output, strict=True)
         found = [scheduler.update_from_output(part, output) for scheduler, part, output in parts]
         # The one client of an engine in this process is number 0.
-        return {0: EngineCoreOutputs(outputs=[output for one in found for client in one.values() for output in client.outputs])}
+        return {
+            0: EngineCoreOutputs(
+                outputs=[output for one in found for client in one.values() for output in client.outputs]
+            )
+        }
 
     def add_request(self, request: Request) -> None:
-        # vLLM adds the answers to a question as `0_ID`, `1_ID`, ... in one call; their routes are asked for together, too.
+        # vLLM adds the answers to a question as `0_ID`, `1_ID`, ... in one call; their routes are asked for together,
+        # too.
         first = f"0_{request.request_id.partition('_')[2]}"
         siblings = [scheduler for scheduler in self._schedulers if first in scheduler.requests]
         min(siblings or self._schedulers, key=Scheduler.get_num_unfinished_requests).add_request(request)
@@ -196,7 +206,9 @@ class GroupScheduler(SchedulerInterface):
             scheduler.set_pause_state(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return all([scheduler.reset_prefix_cache(reset_running_requests, reset_connector) for scheduler in self._schedulers])
+        return all(
+            [scheduler.reset_prefix_cache(reset_running_requests, reset_connector) for scheduler in self._schedulers]
+        )
 
     def reset_encoder_cache(self) -> None:
         for scheduler in self._schedulers:

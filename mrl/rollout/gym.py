@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's servers as agents: a row is sent to its agent's `/run`, whose answer says tokens and reward.
 
-The form is that of nemo_gym/rollout_collection.py; what is read of the answer, that of NeMo RL's nemo_rl/environments/nemo_gym.py.
+The form is that of nemo_gym/rollout_collection.py; what is read of the answer, that of NeMo RL's
+nemo_rl/environments/nemo_gym.py.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class GymServers:
         if name not in addresses:
             known = ", ".join(sorted(addresses)) or "none"
             raise RuntimeError(
-                f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
-                "env.nemo_gym.config_paths"
+                f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name "
+                "its config file in env.nemo_gym.config_paths"
             )
         self._may_have_moved = False
         for one, address in addresses.items():
@@ -108,7 +109,9 @@ class GymServers:
                 client.get(f"{self.head_url}/global_config_dict_yaml") as response,
             ):
                 # YAML as a text in JSON.
-                config = yaml.load(json.loads(await read_answer(response)), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                config = yaml.load(
+                    json.loads(await read_answer(response)), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+                )
         except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
             raise AgentUnreached(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
         head = urlsplit(self.head_url).hostname
@@ -141,7 +144,8 @@ class GymServers:
             except AgentUnreached as lost:
                 await self._pause(reason := lost)
         raise RuntimeError(
-            f"env.nemo_gym.head_server: {reason}, for {limit_s:g} s (env.nemo_gym.start_s); start it, or correct the address"
+            f"env.nemo_gym.head_server: {reason}, for {limit_s:g} s (env.nemo_gym.start_s); start it, or correct "
+            "the address"
         )
 
     async def _pause(self, lost: AgentUnreached) -> None:
@@ -195,7 +199,9 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     for item in outputs:
         _note(item, session)
     if failure := result.get(FAILURE):
-        reasons = [str(value) for name, value in result.items() if name.startswith("_ng_failure") and isinstance(value, str)]
+        reasons = [
+            str(value) for name, value in result.items() if name.startswith("_ng_failure") and isinstance(value, str)
+        ]
         return {"error": f"NeMo Gym's agent gives no verdict: {': '.join(reasons) or failure}"}
     numbers = {name: value for name, value in result.items() if is_finite(value)}
     reward = numbers.pop("reward", None)
@@ -219,6 +225,8 @@ def _note(item: object, session: AgentSession) -> None:
     if not isinstance(item, Mapping):
         return
     if item.get("type") == "function_call":
-        session.note_text("", {"tool_calls": [{"function": {"name": item.get("name"), "arguments": item.get("arguments")}}]})
+        session.note_text(
+            "", {"tool_calls": [{"function": {"name": item.get("name"), "arguments": item.get("arguments")}}]}
+        )
     elif item.get("role") == "assistant" and isinstance(parts := item.get("content"), list):
         session.note_text("".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping)), None)

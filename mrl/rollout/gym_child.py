@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that starts NeMo Gym's servers, and leaves none of them behind.
 
-`python -m mrl.rollout.gym_child PROGRAM ARGUMENT...` detaches itself, and ends when the program does, or when its standard input is closed:
-when whoever started it is gone. All that the program has started ends with it, daemons of its Ray included.
+`python -m mrl.rollout.gym_child PROGRAM ARGUMENT...` detaches itself, and ends when the program does, or when its
+standard input is closed: when whoever started it is gone. All that the program has started ends with it, daemons of its
+Ray included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ RAY = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Gives their Ray less to do, and more time than its own 15 to 60 s, which are too few while a run starts on the host."""
+"""Gives their Ray less to do, and more time than its own 15 to 60 s, which are too few while a run starts on
+the host.
+"""
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
 MAX_SESSION_FOLDER_BYTES = 107 - 68 - len("/g12345678")
@@ -48,7 +51,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     ray_folder = make_ray_folder(os.environ.get("MRL_RUN_FOLDER", ""))
     # Standard output stays with this process alone: it is closed when everything has ended.
-    program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | RAY | {"RAY_TMPDIR": ray_folder})
+    program = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | RAY | {"RAY_TMPDIR": ray_folder}
+    )
     descriptor, poll = os.pidfd_open(program.pid), select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)

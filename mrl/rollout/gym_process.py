@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 """Servers that end so often in a row before they are up do not start."""
 RAY_GAVE_UP = b"timed out during startup"
-"""Part of Ray's message if it is not up within a fixed 30 s (ray/_private/node.py); on a busy host the next try succeeds."""
+"""Part of Ray's message if it is not up within a fixed 30 s (ray/_private/node.py); on a busy host the next try
+succeeds.
+"""
 NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables of this Python, which the servers must not inherit; those of this Ray neither."""
 # As NeMo RL gives them (nemo_rl/environments/nemo_gym.py): Gym's own defaults let few rollouts run at once.
@@ -37,7 +39,13 @@ def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str,
     """Settings that NeMo Gym reads: the user's own keys, where the model is, and where its head server is to be."""
     asks = {"policy_base_url": gateway_url + GYM_PATH, "policy_api_key": key, "policy_model_name": MODEL}
     # Servers of several hosts find each other by a real address.
-    return {"default_host": host, **CONNECTIONS, **section.servers, **asks, "head_server": {"host": host, "port": head_port}}
+    return {
+        "default_host": host,
+        **CONNECTIONS,
+        **section.servers,
+        **asks,
+        "head_server": {"host": host, "port": head_port},
+    }
 
 
 async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
@@ -58,7 +66,9 @@ async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host:
 class GymProcess:
     """The program, in a process that is replaced when it ends. For one event loop."""
 
-    def __init__(self, section: NemoGymConfig, config: Mapping[str, object], servers: GymServers, *, folder: Path) -> None:
+    def __init__(
+        self, section: NemoGymConfig, config: Mapping[str, object], servers: GymServers, *, folder: Path
+    ) -> None:
         """`folder` is where it runs, and gets its config; its output goes to `<folder>.log`."""
         self.section, self.servers, self.folder = section, servers, folder
         self.log_file = folder.with_suffix(".log")
@@ -79,7 +89,9 @@ class GymProcess:
         if not up.done():
             self.end()
             limit = f"{self.section.start_s:g} s (env.nemo_gym.start_s)"
-            raise RuntimeError(f"env.nemo_gym.command: NeMo Gym's servers are not up within {limit}; see {self.log_file}")
+            raise RuntimeError(
+                f"env.nemo_gym.command: NeMo Gym's servers are not up within {limit}; see {self.log_file}"
+            )
 
     def end(self) -> None:
         """Ends the servers for good."""
@@ -116,7 +128,9 @@ class GymProcess:
         program = shutil.which(program) or program
         paths = [os.path.abspath(path) if os.path.isfile(path) else path for path in self.section.config_paths]
         words = [program, *arguments, f"+config_paths=[{','.join(paths)}]"]
-        variables = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS and not name.startswith("RAY_")}
+        variables = {
+            name: value for name, value in os.environ.items() if name not in NOT_THEIRS and not name.startswith("RAY_")
+        }
         variables["PATH"] = os.pathsep.join((os.path.dirname(program), os.environ.get("PATH", "")))
         with self.log_file.open("ab") as log:
             return subprocess.Popen(

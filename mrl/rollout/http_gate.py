@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits for an engine's HTTP clients: key, sizes and deadlines before bodies are read, then what requests may ask for.
 
-uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline
-for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key. Needs no vLLM.
+uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`).
+It has no deadline for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the
+key. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
 """Texts about requests that are too long, vLLM's and ours."""
 UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "chat_template")
-"""Fields that mean nothing here, or something else: an engine that streams, searches, hands its cache to another one, or
-takes programs of strangers."""
+"""Fields that mean nothing here, or something else: an engine that streams, searches, hands its cache to another one,
+or takes programs of strangers."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -110,16 +111,20 @@ def listen(host: str, ports: range) -> socket.socket:
             return listener
         listener.close()
     raise RuntimeError(
-        f"no free port from {ports.start} to {ports.stop - 1} on {host} (policy.generation.port_range_low and _high); widen the range"
+        f"no free port from {ports.start} to {ports.stop - 1} on {host} (policy.generation.port_range_low and "
+        "_high); widen the range"
     )
 
 
 def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> threading.Thread:
     """Serves `app` behind the gate from a thread that lives as long as the process; gives it back."""
     given = b"Bearer " + api_key.encode()
-    server = make_server(app, has_key=lambda _, authorization: secrets.compare_digest(authorization, given), max_body=max_body)
+    server = make_server(
+        app, has_key=lambda _, authorization: secrets.compare_digest(authorization, given), max_body=max_body
+    )
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
-    # Never closed: while asyncio closes a loop that SystemExit has ended, it answers requests with half of its parts gone.
+    # Never closed: while asyncio closes a loop that SystemExit has ended, it answers requests with half of its parts
+    # gone.
     thread = threading.Thread(target=lambda: runner.run(server.serve([listener])), name="http server", daemon=True)
     thread.start()
     return thread
@@ -135,7 +140,10 @@ def make_server(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body
     strangers: dict[Connection, None] = {}
 
     def connect(
-        config: Config, server_state: ServerState, app_state: dict[str, object], _loop: asyncio.AbstractEventLoop | None = None
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> Connection:
         return Connection(lambda state: H11Protocol(config, server_state, app_state | state, _loop), strangers)
 
@@ -233,7 +241,10 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
     `app` gets bodies whole. The connection of a refused request is closed: what it still sends is read by nobody.
     """
     longest = f"{max_body} bytes, which the longest prompt takes"
-    too_long = 413, f"the body is longer than {longest}: the context length is limited (policy.generation.vllm_cfg.max_model_len)"
+    too_long = (
+        413,
+        f"the body is longer than {longest}: the context length is limited (policy.generation.vllm_cfg.max_model_len)",
+    )
 
     def find_refusal_by_headers(path: str, headers: dict[bytes, bytes], *, is_trusted: bool) -> _Refusal | None:
         length = headers.get(b"content-length")
@@ -241,7 +252,10 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
             has_body = length not in (None, b"0") or b"transfer-encoding" in headers
             return (413, f"{OPEN_PATH} takes no body") if has_body else None
         if not is_trusted:
-            return 401, "the API key is missing or wrong (the run's stands in its endpoints.json), or the session is over"
+            return (
+                401,
+                "the API key is missing or wrong (the run's stands in its endpoints.json), or the session is over",
+            )
         # The parser has refused what is no number.
         return too_long if length is not None and int(length) > max_body else None
 
@@ -295,7 +309,12 @@ def openai_error(status: int, message: str, code: str | int | None = None) -> JS
         message = message.replace(flag, key)
     if status in (400, 413) and TOO_LONG.search(message):
         code = CONTEXT_EXCEEDED
-    content = {"message": message, "type": "invalid_request_error", "param": None, "code": status if code is None else code}
+    content = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": status if code is None else code,
+    }
     return JSONResponse({"error": content}, status_code=status)
 
 
@@ -345,7 +364,10 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
         return "n: must be a whole number, not a text or a fraction"
     num_characters = sum(map(len, texts_of([prompt, body.get("messages")])))
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
-        rule = f"the context length of {limits.max_model_len} tokens (policy.generation.vllm_cfg.max_model_len) holds no such text"
+        rule = (
+            f"the context length of {limits.max_model_len} tokens (policy.generation.vllm_cfg.max_model_len) "
+            "holds no such text"
+        )
         return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
     is_free = body.get("tool_choice") in (None, "auto", "none")  # no grammar is made of the tools
     constraints = {name: body[name] for name in CONSTRAINTS if name in body and not (name == "tools" and is_free)}
@@ -359,12 +381,20 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
         rule = f"they may have {MAX_ALTERNATIVES} and {MAX_CONSTRAINT_CHARACTERS}"
         given = f"{num_alternatives} alternatives and entries of lists, {sum(map(len, texts))} characters"
         return f"{', '.join(CONSTRAINTS)}: {given}; {rule}; ask for a simpler form"
-    num_prompts = len(prompt) if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt) else 1
+    num_prompts = (
+        len(prompt) if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt) else 1
+    )
     if num_answers > limits.num_slots:
-        rule = f"requests over HTTP have {limits.num_slots} of the engine's slots (policy.generation.vllm_cfg.http_server_share)"
+        rule = (
+            f"requests over HTTP have {limits.num_slots} of the engine's slots "
+            "(policy.generation.vllm_cfg.http_server_share)"
+        )
         return f"n={num_answers}: {rule}; ask for fewer answers, several times"
     if num_answers * num_prompts > MAX_ANSWERS:
-        return f"{num_prompts} prompts with n={num_answers}: a request has at most {MAX_ANSWERS} answers; send several requests"
+        return (
+            f"{num_prompts} prompts with n={num_answers}: a request has at most {MAX_ANSWERS} answers; send "
+            "several requests"
+        )
     return ""
 
 
@@ -403,6 +433,8 @@ def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -
     }
     for name, values in wanted.items():
         if parameters[name] not in values:
-            rule = f"sessions are drawn as policy.generation says, with {name}={values[0]}, because they may be trained on"
+            rule = (
+                f"sessions are drawn as policy.generation says, with {name}={values[0]}, because they may be trained on"
+            )
             return f"{name}={parameters[name]}: {rule}; leave it out, or ask outside of a session"
     return ""

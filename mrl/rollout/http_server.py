@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI-compatible server of an engine's process: routes, vLLM's own handlers behind them, and the engine these ask.
 
-vLLM's protocol classes, chat templates and parsers do the work. The server runs in a thread of its own, behind `http_gate`. Requests wait
-while the engine cannot sample, during a refit or while memory is lent to the trainer.
+vLLM's protocol classes, chat templates and parsers do the work. The server runs in a thread of its own, behind
+`http_gate`. Requests wait while the engine cannot sample, during a refit or while memory is lent to the trainer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,15 @@ from mrl.rollout.http_gate import (
     openai_error,
     start,
 )
-from mrl.rollout.sessions import PREFIX_MESSAGES, Message, Sessions, SessionTurn, continued, num_messages_to_answer, take_prefix
+from mrl.rollout.sessions import (
+    PREFIX_MESSAGES,
+    Message,
+    Sessions,
+    SessionTurn,
+    continued,
+    num_messages_to_answer,
+    take_prefix,
+)
 from mrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,7 +90,9 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
     sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
     handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
     listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
-    start(_make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len))
+    start(
+        _make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len)
+    )
     return f"http://{host}:{listener.getsockname()[1]}/v1"
 
 
@@ -138,13 +148,15 @@ def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
 
 
 def check_tool_parser(name: str, tokenizer: TokenizerLike) -> None:
-    """Builds a parser once. RuntimeError if the tokenizer lacks what it needs, which would fail every request with tools."""
+    """Builds a parser once. RuntimeError if the tokenizer lacks what it needs, which would fail every request with
+    tools.
+    """
     try:
         ToolParserManager.get_tool_parser(name)(tokenizer)
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"{CHAT_KEY}.tool_parser={name} does not work with this tokenizer: {error}; use a parser that reads what the model writes, or "
-            f"{CHAT_KEY}.enable_auto_tools=false if nobody sends tools"
+            f"{CHAT_KEY}.tool_parser={name} does not work with this tokenizer: {error}; use a parser that reads "
+            f"what the model writes, or {CHAT_KEY}.enable_auto_tools=false if nobody sends tools"
         ) from error
 
 
@@ -179,8 +191,12 @@ class Handlers:
         client = cast(EngineClient, engine)
         self.models = OpenAIServingModels(client, [BaseModelPath(name=name, model_path=name)])
         self.renderer = OnlineRenderer(engine.model_config, engine.renderer, **rendering, **parsing)
-        self.chats = OpenAIServingChat(client, self.models, "assistant", online_renderer=self.renderer, **rendering, **parsing)
-        self.completions = OpenAIServingCompletion(client, self.models, online_renderer=self.renderer, request_logger=None)
+        self.chats = OpenAIServingChat(
+            client, self.models, "assistant", online_renderer=self.renderer, **rendering, **parsing
+        )
+        self.completions = OpenAIServingCompletion(
+            client, self.models, online_renderer=self.renderer, request_logger=None
+        )
         self.tokenization = ServingTokenization(self.models, self.renderer, **rendering)
         for handler in (self.chats, self.completions):
             handler.default_sampling_params = default_parameters(sampling)
@@ -197,7 +213,10 @@ class Handlers:
         messages = cast(list[Message], request.messages)
         num_answered = cast(int, answered_messages or num_messages_to_answer(messages))
         if prefix is None and session_id is not None:
-            prefix, num_answered = self.sessions.sampled_ids(session_id, messages), self.sessions.num_answered(session_id)
+            prefix, num_answered = (
+                self.sessions.sampled_ids(session_id, messages),
+                self.sessions.num_answered(session_id),
+            )
         if prefix is not None:
             # vLLM's way to hand over a prompt that has been rendered elsewhere.
             request.kv_transfer_params = {"prompt_token_ids": await self._continued(request, prefix, num_answered)}
@@ -231,7 +250,9 @@ class Handlers:
         plain, prefix = take_prefix(self._checked(body, None, kind))
         if not is_chat:
             asked = _read(TokenizeCompletionRequest, plain)
-            return _successful(await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse).model_dump()
+            return _successful(
+                await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse
+            ).model_dump()
         chat = _read(TokenizeChatRequest, plain)
         response = _successful(await self.tokenization.create_tokenize(chat, cast(Any, None)), TokenizeResponse)
         if prefix is not None:
@@ -296,13 +317,20 @@ def _logprobs(completion: CompletionOutput) -> list[float]:
 def _record(answered: Answered, routes_start: int) -> Json:
     """The answer's field with its tokens, and their routes from one token on, for the gateway."""
     answers = [
-        {"token_ids": list(completion.token_ids), "logprobs": _logprobs(completion), "finish_reason": completion.finish_reason}
+        {
+            "token_ids": list(completion.token_ids),
+            "logprobs": _logprobs(completion),
+            "finish_reason": completion.finish_reason,
+        }
         for completion in answered.output.outputs
     ]
     for answer, routes in zip(answers, answered.routes or (), strict=answered.routes is not None):
         answer[ROUTES] = None if routes is None else write_routes(routes[routes_start:], routes_start)
     prompt_token_ids = list(answered.output.prompt_token_ids or ())
-    return {RECORD: {"prompt_token_ids": prompt_token_ids, "answers": answers, "is_forced": answered.is_forced} | _versions([answered])}
+    return {
+        RECORD: {"prompt_token_ids": prompt_token_ids, "answers": answers, "is_forced": answered.is_forced}
+        | _versions([answered])
+    }
 
 
 def _read(kind: type[Parsed], body: Json) -> Parsed:
@@ -354,7 +382,13 @@ class HttpEngine:
         """Admits every request, as requests wait in the engine's queue."""
 
     async def generate(
-        self, prompt: EngineInput, sampling_params: VllmSampling, request_id: str, *, session_id: str | None = None, **_: object
+        self,
+        prompt: EngineInput,
+        sampling_params: VllmSampling,
+        request_id: str,
+        *,
+        session_id: str | None = None,
+        **_: object,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the complete answer, which `take_answers` gives with its weight version. Waits while the client does.
 
@@ -390,8 +424,12 @@ class HttpEngine:
             self._callers.withdraw(question.question_id)
             self._wake()
             raise
-        if sampling_params.structured_outputs is not None and any(one.finish_reason == "error" for one in answered.output.outputs):
-            raise ValueError("structured_outputs: vLLM cannot compile or follow this schema, pattern or grammar; correct it")
+        if sampling_params.structured_outputs is not None and any(
+            one.finish_reason == "error" for one in answered.output.outputs
+        ):
+            raise ValueError(
+                "structured_outputs: vLLM cannot compile or follow this schema, pattern or grammar; correct it"
+            )
         self._answers[request_id] = answered
         yield answered.output
 

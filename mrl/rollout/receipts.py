@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receipts of answers to agents without a session: finds what was sampled by its tokens. Needs neither vLLM nor HTTP.
 
-NeMo Gym's `/run` cannot pass a session on. Its servers ask the gateway, and the rollout that comes back says prompt and answer of every
-turn in token ids. Those with a receipt were sampled here; all else is not trained.
+NeMo Gym's `/run` cannot pass a session on. Its servers ask the gateway, and the rollout that comes back says prompt and
+answer of every turn in token ids. Those with a receipt were sampled here; all else is not trained.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ class Receipts:
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:
         """A request's sampling parameters: those of a rollout under way, if they differ those it names. None: none."""
-        named = [one for one in self._under_way if (one.temperature, one.top_p) == (body.get("temperature"), body.get("top_p"))]
+        named = [
+            one
+            for one in self._under_way
+            if (one.temperature, one.top_p) == (body.get("temperature"), body.get("top_p"))
+        ]
         return next(iter((*named, *self._under_way)), None)
 
     def keep(self, node: TreeNode, session: AgentSession) -> None:

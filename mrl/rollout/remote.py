@@ -74,7 +74,9 @@ def open_client(timeout: aiohttp.ClientTimeout, *, limit: int = 100) -> aiohttp.
     """A session of at most `limit` connections to a server, 0 = any number, whose answers `read_answer` reads."""
     connector = aiohttp.TCPConnector(limit=limit)
     headers = {"Accept-Encoding": "gzip, deflate"}
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False
+    )
 
 
 class RemoteAgent:
@@ -108,16 +110,27 @@ class RemoteAgent:
             return {"error": f"{self.url} answers {error}"}
         text = content.decode("utf-8", errors="replace")
         if response.status >= 500 or response.status in BUSY:
-            raise (AgentUnreached if response.status in BUSY else AgentLost)(f"{self.url} answers {response.status}: {text[:300]}")
+            raise (AgentUnreached if response.status in BUSY else AgentLost)(
+                f"{self.url} answers {response.status}: {text[:300]}"
+            )
         if (moved := response.headers.get("Location")) and response.status < 400:
-            return {"error": f"{self.url} answers {response.status}, a redirection to {moved[:300]}: name that address in the config"}
+            return {
+                "error": (
+                    f"{self.url} answers {response.status}, a redirection to {moved[:300]}: name that address "
+                    "in the config"
+                )
+            }
         if response.status != 200:
             return {"error": f"{self.url} answers {response.status}: {text[:300]}"}
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
             return {"error": f"{self.url} answers what is no JSON: {error}: {text[:200]}"}
-        return reply if isinstance(reply, dict) else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
+        return (
+            reply
+            if isinstance(reply, dict)
+            else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
+        )
 
     async def start(self) -> None:
         """Nothing: the server is the user's."""

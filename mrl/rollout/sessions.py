@@ -76,7 +76,11 @@ class Sessions:
         Thoughts are not compared: clients do not send them back.
         """
         earlier = self._said.get(session_id)
-        if not earlier or [said(message) for message in messages[: len(earlier)]] != earlier or len(messages) == len(earlier):
+        if (
+            not earlier
+            or [said(message) for message in messages[: len(earlier)]] != earlier
+            or len(messages) == len(earlier)
+        ):
             return None
         last = self._turns[session_id][-1]
         return [*last.prompt_token_ids, *last.token_ids]
@@ -133,7 +137,9 @@ def _arguments(value: object) -> str:
 def without_ids(messages: Sequence[object]) -> list[object]:
     """The messages without the tokens in which they were sampled."""
     return [
-        {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, Mapping) else message
+        {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS}
+        if isinstance(message, Mapping)
+        else message
         for message in messages
     ]
 
@@ -156,7 +162,11 @@ def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int
         rest["messages"] = without_ids(messages)
     if given is None:
         return rest, None
-    if not isinstance(given, list) or not given or not all(type(token_id) is int and token_id >= 0 for token_id in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(type(token_id) is int and token_id >= 0 for token_id in given)
+    ):
         raise ValueError(f"{PREFIX} (or {' and '.join(MESSAGE_IDS)} of a message): must be a list of token ids")
     return rest, given
 
@@ -166,12 +176,15 @@ def num_messages_to_answer(messages: Sequence[Message]) -> int:
     return max((index + 1 for index, message in enumerate(messages) if message.get("role") == "assistant"), default=0)
 
 
-def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+def continued(
+    sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]
+) -> list[int]:
     """The tokens of a conversation that goes on: those sampled, and what the chat template writes behind them.
 
-    `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the template writes
-    them, and `whole_ids` all messages. Template and model may differ in how they cut a text into tokens, and in whether thoughts of earlier
-    turns stay: places are told by the number of end marks (`end_ids`) up to them.
+    `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the
+    template writes them, and `whole_ids` all messages. Template and model may differ in how they cut a text into
+    tokens, and in whether thoughts of earlier turns stay: places are told by the number of end marks (`end_ids`) up to
+    them.
 
     Raises:
         ValueError: the template ends no message with one of `end_ids`, or writes fewer messages than before.
@@ -180,9 +193,11 @@ def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids
     ends = [index for index, token_id in enumerate(whole_ids) if token_id in end_ids]
     if not 0 < num_ends <= len(ends):
         raise ValueError(
-            f"the chat template writes {num_ends} end marks up to the last answer and {len(ends)} in the whole conversation; "
-            f"without one of the tokens {sorted(end_ids)} behind each answer a conversation cannot go on from the tokens that were sampled"
+            f"the chat template writes {num_ends} end marks up to the last answer and {len(ends)} in the whole "
+            f"conversation; without one of the tokens {sorted(end_ids)} behind each answer a conversation cannot "
+            "go on from the tokens that were sampled"
         )
     end = ends[num_ends - 1]
-    # An answer that was cut off at its longest has no end mark of its own; one that has another than the template's gets no second.
+    # An answer that was cut off at its longest has no end mark of its own; one that has another than the template's
+    # gets no second.
     return [*sampled_ids, *whole_ids[end + (sampled_ids[-1] in end_ids) :]]

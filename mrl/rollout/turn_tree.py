@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree of an agent's turns by token prefix, and the training sequences in it. Needs neither vLLM nor HTTP.
 
-A turn goes on from another one if its prompt begins with all tokens of that one, prompt and answer: the next turn of a conversation does.
-Retries are branches with one prompt; sub-agents, compacted and rewritten conversations are trees of their own. Tokens are kept once, as
-what each turn adds.
+A turn goes on from another one if its prompt begins with all tokens of that one, prompt and answer: the next turn of a
+conversation does. Retries are branches with one prompt; sub-agents, compacted and rewritten conversations are trees of
+their own. Tokens are kept once, as what each turn adds.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class TurnTree:
         ids = np.asarray(prompt_ids, dtype=np.int32)
         parent = self._find(ids)
         node = TreeNode(parent, ids[parent.length :].copy(), answer, len(ids) + len(answer.token_ids))
-        has_gap = answer.routes is not None and (answer.routes_start > node.first_route or parent.untrained == NO_ROUTES)
+        has_gap = answer.routes is not None and (
+            answer.routes_start > node.first_route or parent.untrained == NO_ROUTES
+        )
         node.untrained = NO_ROUTES if has_gap else answer.untrained
         parent.children.append(node)
         self.nodes.append(node)
@@ -115,11 +117,16 @@ class TurnTree:
     def sequences(self) -> list[TurnSequence]:
         """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one.
 
-        The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the later one trains.
+        The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the
+        later one trains.
         """
         taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
         # A path ends before a turn that must not be trained.
-        ends = {own[-1] for node in self.nodes if not node.children and (own := [one for one in node.path if not one.untrained])}
+        ends = {
+            own[-1]
+            for node in self.nodes
+            if not node.children and (own := [one for one in node.path if not one.untrained])
+        }
         found = [_sequence(end.path, taken) for end in sorted(ends, key=places.__getitem__, reverse=True)]
         return [sequence for sequence in found if sequence is not None]
 
@@ -147,7 +154,9 @@ def _continued(node: TreeNode, ids: np.ndarray) -> Iterator[TreeNode]:
     for child in node.children:
         answered_ids = _answer(child).token_ids
         middle = node.length + len(child.given)
-        is_prefix = np.array_equal(ids[node.length : middle], child.given) and np.array_equal(ids[middle : child.length], answered_ids)
+        is_prefix = np.array_equal(ids[node.length : middle], child.given) and np.array_equal(
+            ids[middle : child.length], answered_ids
+        )
         if is_prefix:
             yield child
 
@@ -173,7 +182,9 @@ def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | 
         turns.append(Turn(start, stop, answer.weight_version))
         versions.update(range(answer.weight_version, answer.weight_version + answer.num_weight_versions))
     rest = [(node, len(_answer(node).token_ids)) for node in path if node not in mine]
-    others = tuple(UntrainedTurn(node.length - length, node.length, node.untrained or ELSEWHERE) for node, length in rest)
+    others = tuple(
+        UntrainedTurn(node.length - length, node.length, node.untrained or ELSEWHERE) for node, length in rest
+    )
     drawn = [(answer.routes, node.first_route - answer.routes_start) for node in path for answer in [_answer(node)]]
     routes = [part[skipped:] for part, skipped in drawn if part is not None]
     return TurnSequence(

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer, bind_routed_experts_capturer
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -31,7 +34,8 @@ if current_platform.is_cpu():
 
     cpu.install()
 
-# Scales of a quantised KV cache. Attention registers them always; they stay 1 where the cache is not quantised, and no checkpoint has them.
+# Scales of a quantised KV cache. Attention registers them always; they stay 1 where the cache is not quantised, and no
+# checkpoint has them.
 CONSTANT_BUFFERS = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 
@@ -104,9 +108,10 @@ class RefitWorker:
 
         An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
-        A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install` choose only kernels that
-        read them so; refit zero and the witness tests fail for one that keeps a copy of its own, such as repacked for a CPU or reordered
-        for FlashInfer. Such a kernel would rebuild its copy here, after all bytes have been verified and before the first token.
+        A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install`
+        choose only kernels that read them so; refit zero and the witness tests fail for one that keeps a copy of its
+        own, such as repacked for a CPU or reordered for FlashInfer. Such a kernel would rebuild its copy here, after
+        all bytes have been verified and before the first token.
         """
         try:
             if is_reader:
@@ -125,7 +130,9 @@ class RefitWorker:
         if num_tokens >= config.model_config.get_vocab_size():
             return
         if config.parallel_config.enable_batch_sharded_sampling:
-            raise ValueError("vllm_kwargs.enable_batch_sharded_sampling=true draws padding of the embedding, too; leave it out")
+            raise ValueError(
+                "vllm_kwargs.enable_batch_sharded_sampling=true draws padding of the embedding, too; leave it out"
+            )
         model = self.get_model()
         compute: Callable[..., Tensor | None] = getattr(model, "compute_logits")  # noqa: B009  (of vLLM's models, not of nn.Module)
 
@@ -161,9 +168,10 @@ class RefitWorker:
 class RouteRecorder:
     """Records which experts vLLM sends each token of the running requests through. Prefix caching must be off.
 
-    CPU hosts only. On GPUs vLLM's second model runner does this itself (`enable_return_routed_experts`): it keeps the routes of cached
-    blocks, follows preemption, and captures into memory that CUDA graphs can write. It needs Triton. The first model runner, which CPU
-    hosts have, gets vLLM's capturer at its routers here, and its batches say whose rows are whose.
+    CPU hosts only. On GPUs vLLM's second model runner does this itself (`enable_return_routed_experts`): it keeps the
+    routes of cached blocks, follows preemption, and captures into memory that CUDA graphs can write. It needs Triton.
+    The first model runner, which CPU hosts have, gets vLLM's capturer at its routers here, and its batches say whose
+    rows are whose.
     """
 
     def __init__(self, runner: GPUModelRunner, layers: Sequence[int]) -> None:
@@ -196,18 +204,23 @@ class RouteRecorder:
         alive = self._runner.requests
         # Answers to one request (`0_ID`, `1_ID`) are asked for together, once the last has finished.
         together = {tail for key in alive if (tail := key.partition("_")[2])}
-        self._passes = {key: passes for key, passes in self._passes.items() if key in alive or key.partition("_")[2] in together}
+        self._passes = {
+            key: passes for key, passes in self._passes.items() if key in alive or key.partition("_")[2] in together
+        }
         bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         routes = self._capturer.snapshot_routing_data(bounds[-1]).numpy()[:, self._layers]
         first_positions = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
-        for request_id, position, start, stop in zip(batch.req_ids, first_positions, bounds[:-1], bounds[1:], strict=True):
+        for request_id, position, start, stop in zip(
+            batch.req_ids, first_positions, bounds[:-1], bounds[1:], strict=True
+        ):
             self._passes.setdefault(request_id, []).append((position, routes[start:stop]))
 
 
 def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
     """The routes of a request from its forward passes.
 
-    Of a place that several of them computed the last one counts: after a preemption, and after a proposal that was rejected.
+    Of a place that several of them computed the last one counts: after a preemption, and after a proposal that was
+    rejected.
     """
     length = max(position + len(routes) for position, routes in passes)
     joined = np.zeros((length, *passes[0][1].shape[1:]), dtype=passes[0][1].dtype)
@@ -217,7 +230,8 @@ def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray
         is_seen[position : position + len(routes)] = True
     if not is_seen.all():
         raise RuntimeError(
-            f"request {request_id}: {int((~is_seen).sum())} of {length} tokens never went through the model: a cached prefix?"
+            f"request {request_id}: {int((~is_seen).sum())} of {length} tokens never went through the model: a "
+            "cached prefix?"
         )
     return joined
 
@@ -225,20 +239,27 @@ def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray
 def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[Slot, Tensor]:
     """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
-    A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it. Of a
-    drafter, the embedding and the output layer that vLLM lets it share with the model count as the model's.
+    A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba
+    mixer) follow it. Of a drafter, the embedding and the output layer that vLLM lets it share with the model count as
+    the model's.
     """
     tensors = _named_tensors(model)
     if drafter is not None:
         shared = {tensor.data_ptr() for tensor in tensors.values()}
-        tensors |= {f"{DRAFTER}{name}": tensor for name, tensor in _named_tensors(drafter).items() if tensor.data_ptr() not in shared}
+        tensors |= {
+            f"{DRAFTER}{name}": tensor
+            for name, tensor in _named_tensors(drafter).items()
+            if tensor.data_ptr() not in shared
+        }
     return {Slot(name): tensor for name, tensor in tensors.items()}
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors: dict[str, Tensor] = dict(model.named_parameters())
-    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)}
+    return tensors | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)
+    }
 
 
 def _is_constant(name: str) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run folder: written aside, sealed by a manifest and a completion marker, then renamed.
 
-A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run, which renames it
-`damaged_step_N`: no later start and no pruning counts it again.
+A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run,
+which renames it `damaged_step_N`: no later start and no pruning counts it again.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class NoWholeCheckpoint(ValueError):
 class CheckpointStore:
     """The `step_N` folders below one run folder."""
 
-    def __init__(self, folder: Path, settings: CheckpointingConfig, *, check_owner: Callable[[], None] = unowned) -> None:
+    def __init__(
+        self, folder: Path, settings: CheckpointingConfig, *, check_owner: Callable[[], None] = unowned
+    ) -> None:
         """`settings` say which checkpoints to keep. `check_owner` raises if another process owns the folder by now."""
         self.folder = folder
         self.run = ""
@@ -146,17 +148,21 @@ class CheckpointStore:
     def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
         """Seals and publishes a folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` drop.
 
-        `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`. TimeoutError, an OSError:
-        the file system does not answer.
+        `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`.
+        TimeoutError, an OSError: the file system does not answer.
         """
         return within(IO_TIMEOUT_S, f"commit of {pending.folder}", self._commit, pending, on_disk)
 
     def _commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
         records = {Path(name): record for name, record in on_disk.items()}
-        for name in sorted({path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()):
+        for name in sorted(
+            {path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()
+        ):
             sync_file(pending.folder / name)
             records[name] = file_record(pending.folder / name)
-        manifest = {str(name): {"bytes": record.size, "sha256": record.sha256} for name, record in sorted(records.items())}
+        manifest = {
+            str(name): {"bytes": record.size, "sha256": record.sha256} for name, record in sorted(records.items())
+        }
         write_atomic(pending.folder / MANIFEST, json.dumps(manifest, indent=1))
         kill_point("commit")
         for path in pending.folder.rglob("*"):
@@ -180,11 +186,13 @@ class CheckpointStore:
             logger.warning("%s is saved, but older checkpoints could not be removed: %s", final, error)
         return Checkpoint(pending.step, final)
 
-    def newest(self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False) -> Checkpoint | None:
+    def newest(
+        self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False
+    ) -> Checkpoint | None:
         """The newest checkpoint before step `before` that agrees with its manifest; warns of newer ones that do not.
 
-        Without `with_shards` only the sizes of shards are compared: hundreds of GB, which the ranks read faster than one process does.
-        With `sets_aside`, which is for the run that owns the folder, renames those that are damaged.
+        Without `with_shards` only the sizes of shards are compared: hundreds of GB, which the ranks read faster than
+        one process does. With `sets_aside`, which is for the run that owns the folder, renames those that are damaged.
         """
         for checkpoint in checkpoints_in(self.folder):
             if checkpoint.step >= before:
@@ -202,7 +210,12 @@ class CheckpointStore:
         """Renames a damaged checkpoint, for good; warns. Only the run that owns the folder may call this."""
         kill_point("fallback")
         aside = put_marked_aside(checkpoint.folder, DAMAGED)
-        logger.warning("passing over %s: %s. It is set aside as %s; remove that if nobody needs it", checkpoint.folder, damage, aside.name)
+        logger.warning(
+            "passing over %s: %s. It is set aside as %s; remove that if nobody needs it",
+            checkpoint.folder,
+            damage,
+            aside.name,
+        )
         kill_point("fallback")
 
     def remove_unfinished(self) -> None:
@@ -229,9 +242,16 @@ class CheckpointStore:
 
         whole: list[Checkpoint] = []
         for checkpoint in checkpoints_in(self.folder):
-            if (mark := checkpoint.mark) is None or mark.run not in ("", self.run) or mark.step not in (-1, checkpoint.step):
+            if (
+                (mark := checkpoint.mark) is None
+                or mark.run not in ("", self.run)
+                or mark.step not in (-1, checkpoint.step)
+            ):
                 continue  # put there while the run goes on
-            if checkpoint.step < newest_step and (damage := find_damage(checkpoint.folder, with_shards=False)) is not None:
+            if (
+                checkpoint.step < newest_step
+                and (damage := find_damage(checkpoint.folder, with_shards=False)) is not None
+            ):
                 self.set_aside(checkpoint, damage)
             elif checkpoint.step <= newest_step:
                 whole.append(checkpoint)
@@ -259,15 +279,22 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
     places = [found.folder for found in checkpoints_in(folder) if found.step < before]
     if any(find_damage(place, with_shards=False) is None for place in places):
         return ""
-    places += sorted(path for path in folder.glob(f"{DAMAGED}step_*") if STEP_FOLDER.match(path.name.removeprefix(DAMAGED)))
+    places += sorted(
+        path for path in folder.glob(f"{DAMAGED}step_*") if STEP_FOLDER.match(path.name.removeprefix(DAMAGED))
+    )
     by_shards = "an earlier start has found a shard damaged"
-    lost = [f"{place.name}: {find_damage(place, with_shards=False) or by_shards}" for place in places if _was_complete(place)]
+    lost = [
+        f"{place.name}: {find_damage(place, with_shards=False) or by_shards}"
+        for place in places
+        if _was_complete(place)
+    ]
     if not lost:
         return ""
     return (
-        f"checkpointing.checkpoint_dir={folder}: none of its checkpoints is whole, and a start at step 0 would train over the run that "
-        f"they are of. {'; '.join(lost)}. Restore one of them as step_N, or choose another checkpointing.checkpoint_dir; to begin this "
-        "run anew, with its ledger and metrics, move these folders out of it, and set checkpointing.allow_changes=[checkpoints]"
+        f"checkpointing.checkpoint_dir={folder}: none of its checkpoints is whole, and a start at step 0 would "
+        f"train over the run that they are of. {'; '.join(lost)}. Restore one of them as step_N, or choose another "
+        "checkpointing.checkpoint_dir; to begin this run anew, with its ledger and metrics, move these folders out "
+        "of it, and set checkpointing.allow_changes=[checkpoints]"
     )
 
 
@@ -279,15 +306,20 @@ def find_gone(folder: Path, ledger: Ledger, *, allowed: Collection[str]) -> str:
     if "checkpoints" in allowed or checkpoints_in(folder):
         return ""
     saved = sorted(ledger.state.saved)
-    if not saved and (ledger.damage or not (folder / MARK).exists() or not ledger.path.exists()) and (folder / METRICS).is_file():
+    if (
+        not saved
+        and (ledger.damage or not (folder / MARK).exists() or not ledger.path.exists())
+        and (folder / METRICS).is_file()
+    ):
         saved = sorted(row["step"] for row in read_rows(folder / METRICS, {*METRIC_KEYS, SAVE_TIME})[0])
     if not saved:
         return ""
     return (
-        f"checkpointing.checkpoint_dir={folder}: its checkpoints are gone, of step {', '.join(map(str, saved[-3:]))} for instance, and a "
-        f"start at step 0 would train {max(saved[-1], len(ledger.state.trained))} steps again. Put one of them back as step_N, or choose "
-        "another checkpointing.checkpoint_dir; to begin this run anew, set checkpointing.allow_changes=[checkpoints], which keeps a copy "
-        "of its metrics"
+        f"checkpointing.checkpoint_dir={folder}: its checkpoints are gone, of step "
+        f"{', '.join(map(str, saved[-3:]))} for instance, and a start at step 0 would train "
+        f"{max(saved[-1], len(ledger.state.trained))} steps again. Put one of them back as step_N, or choose "
+        "another checkpointing.checkpoint_dir; to begin this run anew, set "
+        "checkpointing.allow_changes=[checkpoints], which keeps a copy of its metrics"
     )
 
 
@@ -314,9 +346,10 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
     missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
     if missing and find_damage(checkpoint.folder, with_shards=False) is None:
         raise ValueError(
-            f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}: {checkpoint.folder} holds no {' and no '.join(missing)}, "
-            f"and a run of algorithm={config.algorithm} resumes with all models that it trains; choose another folder, or the algorithm "
-            "that wrote this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of its policy)"
+            f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}: {checkpoint.folder} holds no "
+            f"{' and no '.join(missing)}, and a run of algorithm={config.algorithm} resumes with all models that "
+            "it trains; choose another folder, or the algorithm that wrote this one (`python -m mrl.convert "
+            "mcore-to-hf` makes a folder for policy.model_name of its policy)"
         )
     for model in config.trained_models:
         own = config.of_model(model)
@@ -329,21 +362,25 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
         changes = [f"peft was {was or 'not enabled'}, and is {now or 'not enabled'}"] if saved and was != now else []
         form = optimizer.get("use_distributed_optimizer") if isinstance(optimizer, dict) else None
         if form not in (None, megatron.optimizer.use_distributed_optimizer):
-            changes.append(f"optimizer.use_distributed_optimizer was {form}, and is {megatron.optimizer.use_distributed_optimizer}")
+            changes.append(
+                f"optimizer.use_distributed_optimizer was {form}, and is {megatron.optimizer.use_distributed_optimizer}"
+            )
         section = {"critic": "value"}.get(model, model)
         frozen = optimizer.get("frozen") if isinstance(optimizer, dict) else None
         if not changes and not megatron.peft.enabled and isinstance(frozen, dict):
             _check_thawed(f"{section}.megatron_cfg", path, frozen, own.frozen_settings)
         if changes:
             raise ValueError(
-                f"{section}.megatron_cfg: {'; '.join(changes)}: weights and optimizer state in {checkpoint.folder} have another form; set "
-                "it back, or begin in another checkpointing.checkpoint_dir, with what `python -m mrl.convert mcore-to-hf` makes of this "
-                "checkpoint as policy.model_name"
+                f"{section}.megatron_cfg: {'; '.join(changes)}: weights and optimizer state in {checkpoint.folder} "
+                "have another form; set it back, or begin in another checkpointing.checkpoint_dir, with what "
+                "`python -m mrl.convert mcore-to-hf` makes of this checkpoint as policy.model_name"
             )
 
 
 def _check_thawed(section: str, path: Path, was: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Raises ValueError if a run would train weights without optimizer state, because they were frozen when `path` was written."""
+    """Raises ValueError if a run would train weights without optimizer state, because they were frozen when `path` was
+    written.
+    """
     hf_config = _object(path.with_name(HF_CONFIG_FILE))
     has_experts = bool(family(hf_config).expert_layers(hf_config)) if hf_config else True
     before, after = (set(cast("list[str]", settings.get("freeze_config.modules") or [])) for settings in (was, now))
@@ -355,9 +392,9 @@ def _check_thawed(section: str, path: Path, was: Mapping[str, object], now: Mapp
     if names := [name for name, is_thawed in thawed.items() if is_thawed]:
         changes = "; ".join(f"{name} was {was[name]}, and is {now[name]}" for name in names)
         raise ValueError(
-            f"{section}: {changes}: {path.parent} has no optimizer state of what was not trained when it was saved; set it back, or begin "
-            "in another checkpointing.checkpoint_dir, with what `python -m mrl.convert mcore-to-hf` makes of this checkpoint as "
-            "policy.model_name"
+            f"{section}: {changes}: {path.parent} has no optimizer state of what was not trained when it was "
+            "saved; set it back, or begin in another checkpointing.checkpoint_dir, with what `python -m "
+            "mrl.convert mcore-to-hf` makes of this checkpoint as policy.model_name"
         )
 
 
@@ -373,8 +410,8 @@ def _object(path: Path) -> dict[str, object]:
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if whole.
 
-    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer, or
-    this user may not read it, a ValueError.
+    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system
+    gives no answer, or this user may not read it, a ValueError.
     """
     try:
         return _find_damage(folder, with_shards=with_shards)
@@ -410,4 +447,7 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
 def _listed(folder: Path) -> dict[Path, tuple[int, str]]:
     files = read_json(folder / MANIFEST)
     assert isinstance(files, dict)
-    return {folder / name_inside(name, folder / MANIFEST): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
+    return {
+        folder / name_inside(name, folder / MANIFEST): (int(file["bytes"]), str(file["sha256"]))
+        for name, file in files.items()
+    }

@@ -56,7 +56,10 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
         engines = ", ".join(filter(None, [engines, "engines keep their weights"]))
     generation_s, total_s = metrics.get("time/generation", 0.0), metrics["time/total"]
     return [
-        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({generation_s:.1f}s)",
+        (
+            f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses "
+            f"({generation_s:.1f}s)"
+        ),
         f"[Reward]   {shown_on('Reward', metrics)}",
         f"[Train]    {train or 'the critic alone learns'}" + (f"; critic: {critic}" if critic else ""),
         f"[Time]     total={total_s:.1f}s ({shown_on('Time', metrics)})",
@@ -66,8 +69,14 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
 
 def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
     """The lines below the header of a step without rollouts."""
-    shown = "".join(f", {name}={metrics[f'train/{name}']:.4g}" for name in SUPERVISED_SHOWN if f"train/{name}" in metrics)
-    phases = [f"{label}={metrics[f'time/{name}']:.1f}s" for name, label in SUPERVISED_PHASES.items() if f"time/{name}" in metrics]
+    shown = "".join(
+        f", {name}={metrics[f'train/{name}']:.4g}" for name in SUPERVISED_SHOWN if f"train/{name}" in metrics
+    )
+    phases = [
+        f"{label}={metrics[f'time/{name}']:.1f}s"
+        for name, label in SUPERVISED_PHASES.items()
+        if f"time/{name}" in metrics
+    ]
     return [
         f"[Train]    loss={metrics['train/loss']:.4f}{shown} ({int(metrics['train/num_valid_tokens']):,} tokens)",
         f"[Time]     total={metrics['time/total']:.1f}s ({', '.join(phases)})",
@@ -78,7 +87,9 @@ def rollout_progress(total: int) -> tqdm:
     """`Collecting rollouts:  21%|██        | 428/2048 [02:01<05:42, 4.73it/s]`, a terminal bar, else plain lines."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc="Collecting rollouts", ascii=False, leave=False, file=sys.stderr)
-    return tqdm(total=total, desc="Collecting rollouts", ascii=False, ncols=80, mininterval=PLAIN_INTERVAL_S, file=_LineWriter())
+    return tqdm(
+        total=total, desc="Collecting rollouts", ascii=False, ncols=80, mininterval=PLAIN_INTERVAL_S, file=_LineWriter()
+    )
 
 
 class _LineWriter:

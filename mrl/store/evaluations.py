@@ -30,10 +30,13 @@ Scores = dict[str, float]
 def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str, Scores]:
     """Scores over the prompts of each environment, and over all of them as `all`.
 
-    `pass@1` and `pass@k`; `cons@k` where answers are extracted; the means of reward and of generated tokens; and how many failed.
+    `pass@1` and `pass@k`; `cons@k` where answers are extracted; the means of reward and of generated tokens; and how
+    many failed.
     """
     names = list(dict.fromkeys(group.prompt.env_name for group in groups))
-    parts = {name: [group for group in groups if group.prompt.env_name == name] for name in names} if len(names) > 1 else {}
+    parts = (
+        {name: [group for group in groups if group.prompt.env_name == name] for name in names} if len(names) > 1 else {}
+    )
     scores: dict[str, Scores] = {}
     for name, mine in {**parts, ALL: groups}.items():
         verdicts = [verdict for group in mine for verdict in group.verdicts]
@@ -66,12 +69,17 @@ def table_lines(scores: dict[str, Scores], *, first: str) -> list[str]:
             return "-"
         return f"{value:,.0f}" if value == int(value) and value > 1 else f"{value:.4f}"
 
-    rows = [["environment", *names], *([name, *(text(mine.get(column)) for column in names)] for name, mine in scores.items())]
+    rows = [
+        ["environment", *names],
+        *([name, *(text(mine.get(column)) for column in names)] for name, mine in scores.items()),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def write_results(path: Path, *, described: dict[str, object], scores: dict[str, Scores], groups: Sequence[RolloutGroup]) -> None:
+def write_results(
+    path: Path, *, described: dict[str, object], scores: dict[str, Scores], groups: Sequence[RolloutGroup]
+) -> None:
     """Writes `described`, the scores, and every answer with its verdict; replaces an older file at once."""
     prompts = [
         {
@@ -80,7 +88,12 @@ def write_results(path: Path, *, described: dict[str, object], scores: dict[str,
             "prompt": group.prompt.text,
             "expected": group.prompt.expected_answer,
             "answers": [
-                {"text": verdict.text, "extracted": verdict.extracted, "reward": verdict.reward, "status": verdict.status}
+                {
+                    "text": verdict.text,
+                    "extracted": verdict.extracted,
+                    "reward": verdict.reward,
+                    "status": verdict.status,
+                }
                 for verdict in group.verdicts
             ],
         }
@@ -107,8 +120,8 @@ def mean_pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float | None:
     """Share of groups of `k` consecutive answers whose majority is correct (arXiv:2203.11171). Only whole groups count.
 
-    The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at all, because the
-    environment extracts none.
+    The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at
+    all, because the environment extracts none.
     """
     _check_count(len(answers), k)
     if not any(answers):
@@ -124,4 +137,6 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> f
 
 def _check_count(num_rollouts: int, k: int) -> None:
     if num_rollouts < k:
-        raise ValueError(f"a score at k={k} needs as many rollouts of a prompt, not {num_rollouts}; sample more, or lower k")
+        raise ValueError(
+            f"a score at k={k} needs as many rollouts of a prompt, not {num_rollouts}; sample more, or lower k"
+        )

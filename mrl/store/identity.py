@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")
 Identity = dict[str, dict[str, str]]
-"""For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
+"""For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a
+checksum of each.
+"""
 
 IDENTITY = "identity.json"
 """File in the run folder, copied into each checkpoint."""
@@ -71,7 +73,9 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
         try:
             return file_hashes(files, memory)
         except OSError as error:
-            raise ValueError(f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder") from error
+            raise ValueError(
+                f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder"
+            ) from error
 
     return {**models_of(config, hashes), "data": data_of(config, rows, read)}
 
@@ -87,7 +91,11 @@ def with_template_date(config: RunConfig) -> RunConfig:
     with suppress(ValueError):  # damaged: `check_identity` refuses it
         before = _read(folder / IDENTITY, newest_step(folder))
     day = (before or {}).get("tokenizer", {}).get(DATE) or date.today().isoformat()
-    logger.info("The chat template writes the date: all prompts of this run have %s, also after it resumes (%s sets another)", day, DATE)
+    logger.info(
+        "The chat template writes the date: all prompts of this run have %s, also after it resumes (%s sets another)",
+        day,
+        DATE,
+    )
     return with_value(config, DATE, day)
 
 
@@ -111,7 +119,9 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
 def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> Identity:
     """The parts of an identity besides the data; `hashes` gives the checksums of weights."""
     tokenizer = config.policy.tokenizer
-    files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
+    files = sorted(
+        {path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()}
+    )
     texts = {path.name: sha256_file(path) for path in files}
     if tokenizer.chat_template != OWN_TEMPLATE:
         texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))
@@ -121,7 +131,9 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
     for model in config.models_beside:
         role, _, name = model.partition(":")
         parts = _model_parts(config.of_model(model), hashes)
-        models.setdefault(role, {}).update({f"{name}: {part}" if name else part: digest for part, digest in parts.items()})
+        models.setdefault(role, {}).update(
+            {f"{name}: {part}" if name else part: digest for part, digest in parts.items()}
+        )
     if config.teaching is not None:
         models["teacher"]["names of rows"] = _digest(
             {name: config.teacher_of(name) for name in config.teaching.teacher_model_by_agent_name}
@@ -133,7 +145,10 @@ def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[P
     folder = Path(config.policy.model_name)
     weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
     settings = overridden_config(read_model_config(folder), config.policy.hf_config_overrides)
-    return {"config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}), **weights}
+    return {
+        "config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}),
+        **weights,
+    }
 
 
 def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
@@ -149,8 +164,8 @@ def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], re
 def find_changes(
     file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int, names: Iterable[str] = KEYS
 ) -> tuple[list[str], list[str]]:
-    """Changed inputs of a run that resumes: those that refuse it, and those that `allowed` names. `UNKNOWN` equals all. ValueError: the
-    file is damaged, and its copy in the checkpoint, too.
+    """Changed inputs of a run that resumes: those that refuse it, and those that `allowed` names. `UNKNOWN` equals all.
+    ValueError: the file is damaged, and its copy in the checkpoint, too.
     """
     before, refused, said = (_read(file, resumes_at) if resumes_at else None) or identity, list[str](), list[str]()
     for name in names:
@@ -158,11 +173,16 @@ def find_changes(
         changed = [part for part in parts | old if parts.get(part) not in (UNKNOWN, old.get(part))]
         if not changed:
             continue
-        text = f"{KEYS[name]}: the run resumes at step {resumes_at} with {OTHER[name]} than before ({', '.join(changed)} differ)"
+        text = (
+            f"{KEYS[name]}: the run resumes at step {resumes_at} with {OTHER[name]} than before "
+            f"({', '.join(changed)} differ)"
+        )
         if name in allowed:
             said.append(f"{text}, as checkpointing.allow_changes says")
         else:
-            way_out = f"set it back, choose another checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[{name}]"
+            way_out = (
+                f"set it back, choose another checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[{name}]"
+            )
             refused.append(f"{text}; {way_out}")
     return refused, said
 

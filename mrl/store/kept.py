@@ -39,7 +39,13 @@ INTERVAL_S = 1.0
 FLUSH_S, END_S = 60.0, 10.0
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
 ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
-JUDGING = ("num_generations_per_prompt", "max_rollout_turns", "seed", "invalid_tool_call_advantage", "malformed_thinking_advantage")
+JUDGING = (
+    "num_generations_per_prompt",
+    "max_rollout_turns",
+    "seed",
+    "invalid_tool_call_advantage",
+    "malformed_thinking_advantage",
+)
 IRRELEVANT = {"num_workers", "policy_base_url", "policy_api_key"}
 
 
@@ -142,7 +148,9 @@ class KeptRollouts:
             logger.warning("%s; the prompts of its rollouts are asked again", error)
             _remove([path])
             return
-        changed = sorted(key for key in file.conditions | self._conditions if file.conditions.get(key) != self._conditions.get(key))
+        changed = sorted(
+            key for key in file.conditions | self._conditions if file.conditions.get(key) != self._conditions.get(key)
+        )
         found: dict[PromptKey, int] = {}
         for group in file.groups:
             if changed:
@@ -161,7 +169,9 @@ class KeptRollouts:
             try:
                 write_record(path, KeptFile(file.conditions, lasting))
             except OSError as error:
-                logger.warning("%s: rollouts of no use cannot be taken out, so all of its rollouts are dropped: %s", path, error)
+                logger.warning(
+                    "%s: rollouts of no use cannot be taken out, so all of its rollouts are dropped: %s", path, error
+                )
                 found.clear()
         if found:
             self._files[path], self._sizes[path] = found, path.stat().st_size
@@ -172,7 +182,9 @@ class KeptRollouts:
         """The group of a prompt, if an earlier attempt has kept it."""
         group = self._usable.pop((epoch, prompt.prompt_id), None)
         if group is not None and group.prompt != prompt:
-            logger.warning("The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id)
+            logger.warning(
+                "The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id
+            )
             return None
         return group
 
@@ -203,7 +215,8 @@ class KeptRollouts:
     def prepare(self, step: int, *, ends: bool) -> None:
         """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for verdicts.
 
-        Unless the run `ends` there, waits for none of the step's own weights: they are written meanwhile, and can be sampled again.
+        Unless the run `ends` there, waits for none of the step's own weights: they are written meanwhile, and can be
+        sampled again.
         """
         last = step if ends else step - 1
 
@@ -218,13 +231,21 @@ class KeptRollouts:
             is_done = self._changed.wait_for(is_written, FLUSH_S)
             self._is_awaited = False
             if not is_done:
-                logger.info("Not all rollouts of step %d are kept: they had no verdict, or were not written, within %g s", step, FLUSH_S)
+                logger.info(
+                    "Not all rollouts of step %d are kept: they had no verdict, or were not written, within %g s",
+                    step,
+                    FLUSH_S,
+                )
 
     def published(self, step: int) -> None:
         """Removes, once the checkpoint of `step` is published, groups that no later attempt needs."""
         with self._changed:
             self._is_said = False
-            useless = [path for path, groups in self._files.items() if not any(self._is_needed(key, s, step) for key, s in groups.items())]
+            useless = [
+                path
+                for path, groups in self._files.items()
+                if not any(self._is_needed(key, s, step) for key, s in groups.items())
+            ]
             for path in useless:
                 del self._files[path]
                 del self._sizes[path]
@@ -287,11 +308,19 @@ class KeptRollouts:
                     self._write(due)
                     has_failed = False
                 except (FolderLost, TimeoutError) as error:
-                    logger.warning("%s: rollouts are not kept any more, and a resumed run samples them again: %s", self._folder, error)
+                    logger.warning(
+                        "%s: rollouts are not kept any more, and a resumed run samples them again: %s",
+                        self._folder,
+                        error,
+                    )
                 except (OSError, RuntimeError) as error:  # there may be room later; an engine that has died comes back
                     has_failed = False
                     if not (self._is_over or self._is_said):
-                        logger.warning("%s: some rollouts are not kept, and a resumed run samples them again: %s", self._folder, error)
+                        logger.warning(
+                            "%s: some rollouts are not kept, and a resumed run samples them again: %s",
+                            self._folder,
+                            error,
+                        )
                     self._is_said = True
                 finally:
                     with self._changed:
@@ -318,7 +347,10 @@ class KeptRollouts:
             self._files[path], self._sizes[path] = {group.key: group.step for group in groups}, size
 
     def _kept(self, group: WholeGroup, rollouts: Sequence[Rollout]) -> KeptGroup:
-        bare = tuple(dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None)) for rollout in rollouts)
+        bare = tuple(
+            dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None))
+            for rollout in rollouts
+        )
         infos = tuple(with_payloads(info, [None] * len(info.sequences)) for info in group.infos)
         step = self._steps[group.weight_version]
         return KeptGroup(group.prompt, group.key[0], step, infos, bare, tuple(group.verdicts))
@@ -341,12 +373,16 @@ def _remove(paths: Iterable[Path]) -> None:
 
 def num_bytes(rollout: Rollout) -> int:
     """Bytes of a rollout's arrays."""
-    return sum(array.nbytes for array in (rollout.token_ids, rollout.generator_logprobs, rollout.routes) if array is not None)
+    return sum(
+        array.nbytes for array in (rollout.token_ids, rollout.generator_logprobs, rollout.routes) if array is not None
+    )
 
 
 def with_payloads(info: RolloutInfo, payloads: Sequence[object]) -> RolloutInfo:
     """The rollout with a payload for each of its sequences."""
-    further = tuple(dataclasses.replace(one, payload=payload) for one, payload in zip(info.further, payloads[1:], strict=True))
+    further = tuple(
+        dataclasses.replace(one, payload=payload) for one, payload in zip(info.further, payloads[1:], strict=True)
+    )
     return dataclasses.replace(info, payload=payloads[0], further=further)
 
 
@@ -362,12 +398,19 @@ def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
     values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
     own = config.env.own
     values |= {f"code of {path}": code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
-    return {key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16] for key, value in values.items()}
+    return {
+        key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in values.items()
+    }
 
 
 def _as_json(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value) if field.name not in IRRELEVANT}
+        return {
+            field.name: _as_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name not in IRRELEVANT
+        }
     if isinstance(value, Mapping):
         return {str(name): _as_json(item) for name, item in value.items() if name not in IRRELEVANT}
     if isinstance(value, list | tuple):

@@ -87,7 +87,10 @@ class Ledger:
         events: list[dict[str, object]] = []
         saved = self.state.saved | ({mark.step: mark} if mark is not None else {})
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
-            events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
+            events += [
+                {"event": "taken", "step": step, "prompts": (*trained, *dropped)},
+                _trained(step, trained, dropped),
+            ]
             events += [_saved(saved[step])] if step in saved else []
         text = "".join(json.dumps(event) + "\n" for event in events)
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
@@ -106,26 +109,31 @@ class Ledger:
         if self.damage or copy is None or not copy.exists():
             return ""
         theirs, ours = replay(copy), self.state
-        parted = [step for step, mark in theirs.saved.items() if step in ours.saved and mark.run == ours.saved[step].run != ""]
+        parted = [
+            step for step, mark in theirs.saved.items() if step in ours.saved and mark.run == ours.saved[step].run != ""
+        ]
         parted = [step for step in parted if theirs.saved[step].save != ours.saved[step].save]
         if parted:
             return self._other_run(to_step, f"another save of step {parted[0]}: it is of a copy of this run")
         # Of checkpoints of older versions nothing but their prompts tells the run.
-        if not theirs.saved and any(prompts != ours.trained.get(step, prompts) for step, prompts in theirs.trained.items()):
+        if not theirs.saved and any(
+            prompts != ours.trained.get(step, prompts) for step, prompts in theirs.trained.items()
+        ):
             return self._other_run(to_step, "other prompts: it is of another run")
         return ""
 
     def _other_run(self, to_step: int, why: str) -> str:
         return (
-            f"{self.path} and the ledger in the checkpoint of step {to_step} name {why}; move step_{to_step} out of {self.path.parent}, "
-            f"or choose another checkpointing.checkpoint_dir (if {self.path.name} is what was exchanged, move that away)"
+            f"{self.path} and the ledger in the checkpoint of step {to_step} name {why}; move step_{to_step} out "
+            f"of {self.path.parent}, or choose another checkpointing.checkpoint_dir (if {self.path.name} is what "
+            "was exchanged, move that away)"
         )
 
     def roll_back(self, to_step: int, copy: Path | None = None) -> None:
         """Records that the weights of `to_step` were loaded: later steps do not count, taken prompts are asked again.
 
-        A ledger that is damaged, or of another run than the `copy` in the checkpoint, is set aside, and restored from it. RuntimeError:
-        there is no copy.
+        A ledger that is damaged, or of another run than the `copy` in the checkpoint, is set aside, and restored from
+        it. RuntimeError: there is no copy.
         """
         if obstacle := self.find_obstacle(to_step, copy):
             raise RuntimeError(obstacle)
@@ -137,7 +145,9 @@ class Ledger:
             kill_point("fallback")
             write_atomic(self.path, text)
             self.state, self.damage = replay(self.path), ""
-            logger.warning("%s; restored from %s, the old one is %s", problem, copy or "nothing, as no checkpoint is whole", aside)
+            logger.warning(
+                "%s; restored from %s, the old one is %s", problem, copy or "nothing, as no checkpoint is whole", aside
+            )
         if self.state.taken or any(step > to_step for step in self.state.trained):
             self._append({"event": "rolled_back", "to_step": to_step})
 
@@ -146,7 +156,10 @@ class Ledger:
             return self.damage
         steps = self.state.steps(to_step)
         if sorted(steps) != list(range(1, to_step + 1)):
-            return f"{self.path} ends at trained step {len(self.state.trained)}, the checkpoint is of step {to_step}: not the same run"
+            return (
+                f"{self.path} ends at trained step {len(self.state.trained)}, the checkpoint is of step "
+                f"{to_step}: not the same run"
+            )
         if copy is not None and copy.exists():
             theirs = replay(copy)
             if steps != theirs.steps(to_step):
@@ -170,7 +183,9 @@ class Ledger:
         except OSError as error:
             if had_room:
                 logger.warning(
-                    "%s cannot be written: %s. The run goes on; no checkpoint is made before the ledger is whole", self.path, error
+                    "%s cannot be written: %s. The run goes on; no checkpoint is made before the ledger is whole",
+                    self.path,
+                    error,
                 )
 
     def flush(self) -> None:
@@ -197,8 +212,8 @@ class Ledger:
 def replay(path: Path, *, mends: bool = True) -> LedgerState:
     """The state after all events of `path`; an empty ledger if there is no file.
 
-    A last line without its newline does not count, and is cut off if this process `mends` the file: the machine died while writing it, so
-    its event never happened. ValueError: a line is damaged.
+    A last line without its newline does not count, and is cut off if this process `mends` the file: the machine died
+    while writing it, so its event never happened. ValueError: a line is damaged.
     """
     state = LedgerState()
     if not path.exists():

@@ -29,9 +29,22 @@ STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _LEFT = re.compile(r"tmp_(old_)*(tmp_)?step_[0-9]+(\.[0-9]+)?")
 """Names that an interrupted save or removal leaves."""
 _PENDING = re.compile(r"tmp_step_[0-9]+")
-_NUMBERED = re.compile(r"(.*[^a-z])?(global_?)?(steps?|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+(\.[a-z]+)?", re.IGNORECASE)
-"""Checkpoints of Megatron (iter_0000020), verl (global_step_20), transformers and TRL (checkpoint-20), torchtitan, Lightning and others."""
-_OVERWRITTEN = ("config.yaml", "about.json", "identity.json", "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "report.html", "refit.json")
+_NUMBERED = re.compile(
+    r"(.*[^a-z])?(global_?)?(steps?|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+(\.[a-z]+)?", re.IGNORECASE
+)
+"""Checkpoints of Megatron (iter_0000020), verl (global_step_20), transformers and TRL (checkpoint-20), torchtitan,
+Lightning and others.
+"""
+_OVERWRITTEN = (
+    "config.yaml",
+    "about.json",
+    "identity.json",
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "report.html",
+    "refit.json",
+)
 _TRACKERS = ("latest_checkpointed_iteration.txt", "trainer_state.json")
 _RUN_STATE = {"step", "weight_version", "metrics"}
 
@@ -106,7 +119,11 @@ def _mark_in(folder: Path) -> Mark:
 def _mark_by_state(folder: Path) -> Mark:
     found = parse_json(read_file(folder / STATE), allows_nan=True)
     # NeMo RL's file of this name has other keys.
-    if not isinstance(found, dict) or not {"step", "weight_version"} <= found.keys() <= _RUN_STATE or type(found["step"]) is not int:
+    if (
+        not isinstance(found, dict)
+        or not {"step", "weight_version"} <= found.keys() <= _RUN_STATE
+        or type(found["step"]) is not int
+    ):
         raise ValueError(f"{folder / STATE} is none of mrl")
     return Mark("", found["step"])
 
@@ -145,7 +162,9 @@ def remove_marked(path: Path) -> None:
                 else:
                     with suppress(OSError):
                         entry.unlink()
-        if not marks and any(entry.name not in _MARKS for entry in path.iterdir()):  # as a file server keeps it for a while
+        if not marks and any(
+            entry.name not in _MARKS for entry in path.iterdir()
+        ):  # as a file server keeps it for a while
             return
     with suppress(OSError):
         path.rmdir()
@@ -168,7 +187,8 @@ def find_run(folder: Path, saved: Mapping[int, Mark]) -> str:
 def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged: Callable[[Path], bool]) -> str:
     """Reason to leave a folder alone: it holds checkpoints not of this run or not of their name's step; "" if none.
 
-    `run` is that of `find_run`, `saved` the saves in the ledger. `is_damaged` tells whether a checkpoint differs from its manifest.
+    `run` is that of `find_run`, `saved` the saves in the ledger. `is_damaged` tells whether a checkpoint differs from
+    its manifest.
     """
     names, said, runs = list[str](), list[str](), {run} - {""}
     for path, mark in _checkpoints(folder):
@@ -179,33 +199,51 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
         step, known = int(match[1]), saved.get(int(match[1]))
         runs |= {mark.run} - {""}
         if mark.step not in (-1, step) and (mark.run or not is_damaged(path)):
-            said.append(f"{path.name} is the checkpoint of step {mark.step}, copied or renamed: give it the name step_{mark.step}")
+            said.append(
+                f"{path.name} is the checkpoint of step {mark.step}, copied or renamed: give it the name "
+                f"step_{mark.step}"
+            )
         elif run and mark.run not in ("", run):
             said.append(f"{path.name} is of another run")
-        elif known is not None and known.run == run and mark.step == step and mark.save != known.save and not is_damaged(path):
+        elif (
+            known is not None
+            and known.run == run
+            and mark.step == step
+            and mark.save != known.save
+            and not is_damaged(path)
+        ):
             said.append(f"{path.name} is not the save that the ledger names: of a copy of this run, or of another run")
     if len(runs) > 1 and not run:
         said.append("its checkpoints are of several runs, and nothing says whose this folder is")
     if not _is_run_folder(folder):
-        names += [path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path.name)]
+        names += [
+            path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path.name)
+        ]
     if names:
         said.insert(0, f"mrl did not write {listed(sorted(set(names)))}")
     if not said:
         return ""
     return (
-        f"checkpointing.checkpoint_dir={folder}: {'; '.join(said)}. mrl leaves what is not this run's alone: choose another folder, or "
-        "move that out of this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of Megatron's weights)"
+        f"checkpointing.checkpoint_dir={folder}: {'; '.join(said)}. mrl leaves what is not this run's alone: "
+        "choose another folder, or move that out of this one (`python -m mrl.convert mcore-to-hf` makes a folder "
+        "for policy.model_name of Megatron's weights)"
     )
 
 
 def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
     """Paths with the name of a checkpoint, or of a save under way, and their marks."""
-    paths = [path for path in sorted(folder.iterdir()) if STEP_FOLDER.fullmatch(path.name) or _PENDING.fullmatch(path.name)]
+    paths = [
+        path for path in sorted(folder.iterdir()) if STEP_FOLDER.fullmatch(path.name) or _PENDING.fullmatch(path.name)
+    ]
     return [(path, find_mark(path)) for path in paths]
 
 
 def _is_of_others(name: str) -> bool:
-    return name in _OVERWRITTEN or name in _TRACKERS or (_NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name))
+    return (
+        name in _OVERWRITTEN
+        or name in _TRACKERS
+        or (_NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name))
+    )
 
 
 def _is_run_folder(folder: Path) -> bool:

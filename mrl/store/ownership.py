@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run-folder ownership: one attempt at a time owns a folder, anywhere in the cluster. Shared file systems lack locks.
 
-The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process list says whether the
-owner lives. A later start of the same Slurm job takes the folder over at once, since Slurm ends one start before the next. Any other owner
-is dead when it stops touching the file. Of several starts at the same moment link(2) lets one take the folder, on network file systems too.
-An attempt that has lost the folder reads another name in the file before it publishes anything.
+The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process
+list says whether the owner lives. A later start of the same Slurm job takes the folder over at once, since Slurm ends
+one start before the next. Any other owner is dead when it stops touching the file. Of several starts at the same moment
+link(2) lets one take the folder, on network file systems too. An attempt that has lost the folder reads another name in
+the file before it publishes anything.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Ownership:
                 continue
             if self._lives(other, file):
                 raise ValueError(
-                    f"checkpointing.checkpoint_dir={file.parent} is in use by {other}; wait for it, stop it, or choose another folder"
+                    f"checkpointing.checkpoint_dir={file.parent} is in use by {other}; wait for it, stop it, or "
+                    "choose another folder"
                 )
             # A process with the right to replace this owner may be killed first: then another claims that right.
             right = file.with_name(f"{file.name}.{hashlib.sha256(repr(other).encode()).hexdigest()[:8]}")
@@ -129,12 +131,13 @@ class Ownership:
         owner = self._read(self._file)
         if owner is None and not self._file.parent.is_dir():
             raise FolderLost(
-                f"{self._file.parent} is not there any more: it was moved or removed while this attempt ran. Move it back, or set "
-                "checkpointing.checkpoint_dir to where it is: a start without it begins at step 0"
+                f"{self._file.parent} is not there any more: it was moved or removed while this attempt ran. Move "
+                "it back, or set checkpointing.checkpoint_dir to where it is: a start without it begins at step 0"
             )
         if owner != self._mine:
             raise FolderLost(
-                f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and writes nothing more"
+                f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and "
+                "writes nothing more"
             )
 
     def holder(self) -> str | None:

@@ -46,7 +46,8 @@ class Folder:
 def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) -> Folder:
     """Reasons to refuse a start because of the run folder, and messages about it.
 
-    `data` are ways to know the data, the fast one first: another one is asked only if those before found other data than the run's.
+    `data` are ways to know the data, the fast one first: another one is asked only if those before found other data
+    than the run's.
     """
     found, path = Folder(), Path(config.checkpointing.checkpoint_dir).absolute()
     if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):  # which other rules refuse
@@ -71,7 +72,9 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
         newest, step = _newest_whole(path, key, found), newest_step(path)
         if newest is None and ledger.state.trained:
             num_trained = len(ledger.state.trained)
-            found.doubts.append(f"{key}: {LEDGER} has {num_trained} trained steps, and no checkpoint is here: the run starts at step 0")
+            found.doubts.append(
+                f"{key}: {LEDGER} has {num_trained} trained steps, and no checkpoint is here: the run starts at step 0"
+            )
         if step:
             check_models(Checkpoint(step, path / f"step_{step}"), config)
             _compare(config, path / IDENTITY, step, data, found, is_strict=is_strict)
@@ -90,7 +93,9 @@ def _newest_whole(path: Path, key: str, found: Folder) -> Checkpoint | None:
     for checkpoint in checkpoints_in(path):
         damage = find_damage(checkpoint.folder, with_shards=False)
         if damage is None:
-            found.unseen.append(f"{key}: the shards of {checkpoint.folder.name}, which the ranks compare with their checksums")
+            found.unseen.append(
+                f"{key}: the shards of {checkpoint.folder.name}, which the ranks compare with their checksums"
+            )
             return checkpoint
         found.doubts.append(f"{key}: a start passes over {checkpoint.folder.name}: {damage}, and sets it aside")
     return None
@@ -109,17 +114,29 @@ def _compare(config: RunConfig, file: Path, step: int, data: Sequence[Data], fou
     if not file.exists():
         return
     if not Path(config.policy.model_name).is_dir() or not Path(config.policy.tokenizer.name).is_dir():
-        found.unseen.append(f"whether the run in {file.parent} had this model, tokenizer and data: the model is not on this machine")
+        found.unseen.append(
+            f"whether the run in {file.parent} had this model, tokenizer and data: the model is not on this machine"
+        )
         return
     allowed = config.checkpointing.allow_changes
     refused, said = find_changes(
-        file, models_of(config, hashes), allowed=allowed, resumes_at=step, names=[name for name in KEYS if name != "data"]
+        file,
+        models_of(config, hashes),
+        allowed=allowed,
+        resumes_at=step,
+        names=[name for name in KEYS if name != "data"],
     )
-    found.unseen += [f"whether {path.name} has the bytes with which the run in {file.parent} began" for path in unknown[:1]]
+    found.unseen += [
+        f"whether {path.name} has the bytes with which the run in {file.parent} began" for path in unknown[:1]
+    ]
     changes: tuple[list[str], list[str]] = [], []
     for way in data:
         part = way()
-        changes = ([], []) if part is None else find_changes(file, {"data": part}, allowed=allowed, resumes_at=step, names=["data"])
+        changes = (
+            ([], [])
+            if part is None
+            else find_changes(file, {"data": part}, allowed=allowed, resumes_at=step, names=["data"])
+        )
         found.unseen += [f"whether the run in {file.parent} had these rows"] if part is None else []
         if not any(changes):
             break

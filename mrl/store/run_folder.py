@@ -48,7 +48,15 @@ from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.marks import Mark, find_run, find_strangers, new_id, write_mark
 from mrl.store.ownership import FolderLost, Ownership
-from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_rows, write_step_data
+from mrl.store.samples import (
+    Split,
+    append_report_samples,
+    best_and_worst,
+    drop_old_step_data,
+    sample_lines,
+    token_rows,
+    write_step_data,
+)
 from mrl.types import RolloutGroup, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
@@ -61,9 +69,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
-# What a checkpoint has of the tokenizer's folder, by transformers' names: a model's weights may lie there, too, in any format.
-_FILES = """config.json generation_config.json *processor_config.json audio_tokenizer_config.json additional_chat_templates/*.jinja *.py
-*.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json byte_maps.json
+# What a checkpoint has of the tokenizer's folder, by transformers' names: a model's weights may lie there, too, in any
+# format.
+_FILES = """config.json generation_config.json *processor_config.json audio_tokenizer_config.json
+additional_chat_templates/*.jinja *.py
+*.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json
+byte_maps.json
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
 MAX_REPORT_SHARE = 0.01
@@ -99,9 +110,9 @@ class RunFolder:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
 
         Raises:
-            ValueError: a living process owns the folder, it cannot be written, its ledger or all of its checkpoints are damaged beyond
-                repair, a logger's package is missing, or the run would resume with another model, tokenizer or data, or with a model that
-                the checkpoint lacks.
+            ValueError: a living process owns the folder, it cannot be written, its ledger or all of its checkpoints are
+                damaged beyond repair, a logger's package is missing, or the run would resume with another model,
+                tokenizer or data, or with a model that the checkpoint lacks.
             TimeoutError: its file system does not answer.
         """
         check_loggers(self.config.logger)
@@ -129,14 +140,17 @@ class RunFolder:
         except OSError as error:
             self._ownership.give_back()
             way_out = "free space there, or choose another folder"
-            raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
+            raise ValueError(
+                f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}"
+            ) from error
         logger.info("Using log directory: %s", self.log_folder)
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # It does not wait: the thread may be stuck in a file system that does not answer, and `finish_texts` has a limit.
+        # It does not wait: the thread may be stuck in a file system that does not answer, and `finish_texts` has a
+        # limit.
         self._writer.shutdown(wait=False)
         if kind is not None and issubclass(kind, TimeoutError) and is_waiting():
             return
@@ -189,7 +203,12 @@ class RunFolder:
         if self._identity is not None:
             if resumes_at := newest_step(self.path):
                 check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-            check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
+            check_identity(
+                self.path / IDENTITY,
+                self._identity,
+                allowed=self.config.checkpointing.allow_changes,
+                resumes_at=resumes_at,
+            )
         place = _place(self.checkpoints.newest(sets_aside=True))
         obstacle = self.ledger.find_obstacle(*place) if self.ledger.damage else self.ledger.find_stranger(*place)
         if obstacle:
@@ -209,8 +228,8 @@ class RunFolder:
     def newest_checkpoint(self, *, before: float = math.inf) -> Checkpoint | None:
         """Finds the newest complete checkpoint, sets damaged ones before it aside, and opens the metrics.
 
-        The content of its shards is for those who load it to check; `resume_from` comes then. NoWholeCheckpoint: all that there are turn
-        out to be damaged, or of another run than the ledger.
+        The content of its shards is for those who load it to check; `resume_from` comes then. NoWholeCheckpoint: all
+        that there are turn out to be damaged, or of another run than the ledger.
         """
         self._refuse_to_begin_anew(before=before)
         newest = self.checkpoints.newest(before=before, sets_aside=True)
@@ -267,7 +286,9 @@ class RunFolder:
     @contextmanager
     def open_loggers(self) -> Iterator[Loggers]:
         """Opens enabled loggers. They get everything logged in the `with` block, which ends when they have sent it."""
-        self._loggers = Loggers(self.config, run_folder=self.path, log_folder=self.log_folder, last_step=self._last_logged_step)
+        self._loggers = Loggers(
+            self.config, run_folder=self.path, log_folder=self.log_folder, last_step=self._last_logged_step
+        )
         try:
             yield self._loggers
         finally:
@@ -366,7 +387,9 @@ class RunFolder:
         """Prints a step's metrics, and writes them and its rollouts, if it had any; `tokens` by request id."""
         grpo = self.config.rollouts
         if self.config.has_engines:
-            lines = step_lines(metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt)
+            lines = step_lines(
+                metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt
+            )
         else:
             lines = supervised_lines(metrics)
         for line in lines:
@@ -405,7 +428,9 @@ class RunFolder:
         # Generation settings and code go with the weights, wherever the tokenizer is from.
         copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
-            (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
+            (target / "chat_template.jinja").write_text(
+                template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8"
+            )
 
     def _render_report(self, state: State) -> None:
         started = time.monotonic()
@@ -427,7 +452,9 @@ class RunFolder:
         except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
-                logger.warning("%s cannot be written, and the run goes on without it: %s. logger/lost counts losses", what, error)
+                logger.warning(
+                    "%s cannot be written, and the run goes on without it: %s. logger/lost counts losses", what, error
+                )
 
 
 def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:

@@ -36,7 +36,12 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
     lines = ""
     for group in groups[:NUM_SAMPLES]:
         prompt, first = group.prompt, group.verdicts[0]
-        texts = {"prompt": prompt.text, "expected": prompt.expected_answer, "text": first.text, "extracted": first.extracted}
+        texts = {
+            "prompt": prompt.text,
+            "expected": prompt.expected_answer,
+            "text": first.text,
+            "extracted": first.extracted,
+        }
         row = {"step": step, "split": split, **{name: _shorten(text) for name, text in texts.items()}}
         lines += json.dumps(row | {"reward": first.reward, "status": first.status}) + "\n"
     with path.open("ab+") as file:
@@ -61,8 +66,8 @@ def write_step_data(
 ) -> None:
     """Writes the step's rollouts that `logger.rollouts` wants as compressed JSON lines, with NeMo RL's keys and ours.
 
-    `sequences` are those that were trained on, none in validation. Only those of `token_rows`, by request id, have tokens and logprobs,
-    since the others never reach the driver. An error leaves no part of the file.
+    `sequences` are those that were trained on, none in validation. Only those of `token_rows`, by request id, have
+    tokens and logprobs, since the others never reach the driver. An error leaves no part of the file.
     """
     if config.rollouts == "none":
         return
@@ -81,7 +86,11 @@ def write_step_data(
                 row["input_lengths"] = rollout.num_tokens
                 if sequence is not None:
                     row |= {"advantages": sequence.advantage, "sample_loss_mask": float(sequence.is_valid)}
-                row |= {"prompt_id": prompt.prompt_id, "environment": prompt.env_name, "reward_components": dict(verdict.components)}
+                row |= {
+                    "prompt_id": prompt.prompt_id,
+                    "environment": prompt.env_name,
+                    "reward_components": dict(verdict.components),
+                }
                 row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
                 row |= {"expected": prompt.expected_answer, "extracted": verdict.extracted}
                 row |= {"columns": dict(verdict.columns)} if verdict.columns else {}
@@ -111,10 +120,14 @@ def token_row(sample: TokenSample, tokenizer: PreTrainedTokenizerBase) -> dict[s
     }
 
 
-def token_rows(samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+def token_rows(
+    samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, object]:
     """Keys of a rollout's tokens: its first sequence's, others' in `further`, and in each the turns left untrained."""
     spans = [[(turn.start, turn.stop, turn.reason) for turn in info.untrained] for info, _ in samples]
-    first, *further = [token_row(sample, tokenizer) | {"token_untrained": own} for (_, sample), own in zip(samples, spans, strict=True)]
+    first, *further = [
+        token_row(sample, tokenizer) | {"token_untrained": own} for (_, sample), own in zip(samples, spans, strict=True)
+    ]
     return first | ({"further": further} if further else {})
 
 

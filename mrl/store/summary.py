@@ -23,14 +23,23 @@ from mrl.types import Batch, PromptKey, Proposals, RolloutGroup, Status
 
 logger = logging.getLogger(__name__)
 
-PEAK_TFLOPS = {"A100": 312.0, "H100 80GB HBM3": 989.5, "H200": 989.5, "GB200": 2450.0, "GB300": 2450.0, "B200": 2250.0, "B300": 2250.0}
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100 80GB HBM3": 989.5,
+    "H200": 989.5,
+    "GB200": 2450.0,
+    "GB300": 2450.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+}
 """Peak of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
 
 
 class Clock:
     """Adds up seconds by phase; `metrics()` gives `time/<phase>` and `time/total` since the clock was made.
 
-    Of work that began during earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
+    Of work that began during earlier phases, `time/<phase>` is the part that the run waited for, and
+    `time/<phase>_hidden` the rest.
     """
 
     def __init__(self, step: int | None = None) -> None:
@@ -111,18 +120,23 @@ def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
     }
 
 
-def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Mapping[str, float], *, device: str) -> dict[str, float]:
+def performance_metrics(
+    config: RunConfig, batches: Sequence[Batch], metrics: Mapping[str, float], *, device: str
+) -> dict[str, float]:
     """Tokens a second and TFLOPS per GPU (else per rank) in a step, by NeMo RL's names, from its batches and times.
 
-    The operations are those of the models, whatever is recomputed: three forward passes for an update, of LoRA two, and one for a logprob
-    pass, or for the values of a critic. Their share of the peak, `train_fp_utilization` (MFU), is known for bfloat16 on the devices of
-    `PEAK_TFLOPS`.
+    The operations are those of the models, whatever is recomputed: three forward passes for an update, of LoRA two, and
+    one for a logprob pass, or for the values of a critic. Their share of the peak, `train_fp_utilization` (MFU), is
+    known for bfloat16 on the devices of `PEAK_TFLOPS`.
     """
     lengths = [sequence.rollout.num_tokens for batch in batches for sequence in batch.sequences]
     seconds = metrics["time/train"] * config.num_policy_ranks
     num_updates = config.num_passes if "train/loss" in metrics or not config.has_critic else 0
     work = [
-        (sequence_cost(config.policy.model_name, config.mtp_steps), (2 if config.policy.megatron_cfg.peft.enabled else 3) * num_updates),
+        (
+            sequence_cost(config.policy.model_name, config.mtp_steps),
+            (2 if config.policy.megatron_cfg.peft.enabled else 3) * num_updates,
+        ),
         (sequence_cost(config.policy.model_name), metrics["train/num_logprob_passes"]),
     ]
     if config.has_critic:
@@ -204,9 +218,10 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
     share = metrics.get("train/bounded_fraction", 0.0)
     if share > 0:
         logger.warning(
-            "train/bounded_fraction is %.3g: that share of the tokens has a log-ratio beyond loss_fn.max_log_ratio, or one that overflows, "
-            "and no gradient by it. Policy and generator, or policy and old policy, are far apart: look at train/token_mult_prob_error and "
-            "train/probs_ratio_max, lower the learning rate or the number of updates a step",
+            "train/bounded_fraction is %.3g: that share of the tokens has a log-ratio beyond "
+            "loss_fn.max_log_ratio, or one that overflows, and no gradient by it. Policy and generator, or policy "
+            "and old policy, are far apart: look at train/token_mult_prob_error and train/probs_ratio_max, lower "
+            "the learning rate or the number of updates a step",
             share,
         )
 
@@ -218,7 +233,11 @@ def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
     if name is None or threshold is None or not measured:
         return False
     if name not in measured:
-        raise ValueError(f"grpo.stop_at_validation_metric={name}: no metric of validations; use one of {', '.join(sorted(measured))}")
+        raise ValueError(
+            f"grpo.stop_at_validation_metric={name}: no metric of validations; use one of {', '.join(sorted(measured))}"
+        )
     if measured[name] >= threshold:
-        logger.info("Validation %s of %.4f has reached grpo.stop_at_validation_threshold=%g", name, measured[name], threshold)
+        logger.info(
+            "Validation %s of %.4f has reached grpo.stop_at_validation_threshold=%g", name, measured[name], threshold
+        )
     return measured[name] >= threshold

@@ -66,7 +66,8 @@ class Runs:
         return compressed(read_dump(dumps[name].path)) if name in dumps else None
 
     def _folder(self, index: str) -> Path | None:
-        # What a caller says is compared with what there is, and never read as a number, of which Python bounds the digits.
+        # What a caller says is compared with what there is, and never read as a number, of which Python bounds the
+        # digits.
         return {str(number): folder for number, folder in enumerate(self.folders)}.get(index)
 
 
@@ -84,7 +85,9 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
                 case []:
                     self._answer(runs.page(), "text/html; charset=utf-8")
                 case ["data"]:
-                    self._answer(runs.data(parse_qs(asked.query).get("seen", [""])[0]), "application/octet-stream", none=204)
+                    self._answer(
+                        runs.data(parse_qs(asked.query).get("seen", [""])[0]), "application/octet-stream", none=204
+                    )
                 case ["rollouts", index, name]:
                     self._answer(runs.rollouts(index, name), "application/octet-stream", none=404)
                 case ["timeline", index, step]:
@@ -94,7 +97,11 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
 
         def _answer(self, content: bytes | None, kind: str, *, none: int = 404) -> None:
             self.send_response(200 if content is not None else none)
-            for name, value in (("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")):
+            for name, value in (
+                ("Content-Type", kind),
+                ("Cache-Control", "no-store"),
+                ("X-Content-Type-Options", "nosniff"),
+            ):
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content or b"")))
             self.end_headers()
@@ -109,14 +116,20 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0 after Ctrl-C, or 2 with one message if the input is at fault."""
     parser = argparse.ArgumentParser(prog="python -m mrl.view", description="Serve the page of runs on this host.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are laid over each other")
-    parser.add_argument("--port", type=int, default=8777, help="of 127.0.0.1; 0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are laid over each other"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8777, help="of 127.0.0.1; 0 takes a free one (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     start_logging()
     for folder in options.runs:
         if not (folder / METRICS).is_file() and not (folder / "config.yaml").is_file() and not read_evaluations(folder):
             logger.error(
-                "%s is no run folder: it has neither %s nor config.yaml; give the folder checkpointing.checkpoint_dir", folder, METRICS
+                "%s is no run folder: it has neither %s nor config.yaml; give the folder checkpointing.checkpoint_dir",
+                folder,
+                METRICS,
             )
             return 2
     token, runs = secrets.token_urlsafe(TOKEN_BYTES), Runs([folder.resolve() for folder in options.runs])
@@ -131,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("--port %d: %s; choose another, or 0", options.port, error)
         return 2
     here = f"{HOST}:{server.server_port}"
-    logger.info("http://%s/%s/  (Ctrl-C ends; from another host: ssh -L %d:%s HOST)", here, token, server.server_port, here)
+    logger.info(
+        "http://%s/%s/  (Ctrl-C ends; from another host: ssh -L %d:%s HOST)", here, token, server.server_port, here
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advisories on a run: one table of rules with their thresholds, for the page and for the console.
 
-A rule measures the last rows of metrics, and applies where the number is beyond its limit. `stop` rules say that the run is broken or
-learns nothing; `look` rules that something costs speed or quality.
+A rule measures the last rows of metrics, and applies where the number is beyond its limit. `stop` rules say that the
+run is broken or learns nothing; `look` rules that something costs speed or quality.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def _over(name: str, fact: str, *, steps: int) -> Measure:
 
 
 def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
-    return float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward"))) if rows else None
+    return (
+        float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward")))
+        if rows
+        else None
+    )
 
 
 def _growth_of_generation(rows: Sequence[Row], _: Facts) -> float | None:
@@ -122,7 +126,9 @@ def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
 
 def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
     row = rows[-1] if rows else {}
-    counts = {name.removesuffix("/num_rollouts"): count for name, count in row.items() if name.endswith("/num_rollouts")}
+    counts = {
+        name.removesuffix("/num_rollouts"): count for name, count in row.items() if name.endswith("/num_rollouts")
+    }
     return max(((row.get(f"{env}/failed") or 0.0) / count for env, count in counts.items() if count), default=None)
 
 
@@ -130,42 +136,56 @@ RULES = (
     Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
     Advice("engines_die", "stop", "engine restarts in 10 steps", _restarts, 2.0,
-         "an engine runs out of memory or crashes", "logs/exp_*/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
+         "an engine runs out of memory or crashes",
+         "logs/exp_*/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
     Advice("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
          _over("rollout/groups_without_signal", "num_prompts", steps=3), 0.99,
-         "every prompt is solved or none is, or the reward is broken", "the Rollouts tab; other data; grpo.use_dynamic_sampling=true"),
+         "every prompt is solved or none is, or the reward is broken",
+         "the Rollouts tab; other data; grpo.use_dynamic_sampling=true"),
     Advice("writes_lost", "stop", "writes lost", _mean("logger/lost"), 0.0,
          "the disk is full or not writable", "free space on the disk of checkpointing.checkpoint_dir"),
     Advice("kl", "look", "kl", _mean("train/kl_penalty"), 0.5,
-         "the policy runs away from the reference", "loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"),
+         "the policy runs away from the reference",
+         "loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"),
     Advice("grad_norm", "look", "grad_norm", _mean("train/grad_norm", steps=3), 10.0,
-         "the learning rate is too high, or rewards are noisy", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm"),
+         "the learning rate is too high, or rewards are noisy",
+         "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm"),
     Advice("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,
-         "the task is too hard or too easy, or the learning rate too low", "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
+         "the task is too hard or too easy, or the learning rate too low",
+         "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
          is_below=True),
-    Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth_of_generation, 1.3,
+    Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before",
+           _growth_of_generation, 1.3,
          "answers grow longer, or other work slows the engines",
          "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
-    Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3), 0.05,
-         "engine and trainer compute different logprobs", "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
+    Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3),
+           0.05,
+         "engine and trainer compute different logprobs",
+         "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
     Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
          "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
     Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
          "its reward function fails or times out",
          "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway.log"),
-    Advice("router", "look", "unused experts of the worst layer, 3 steps,", _mean("train/moe/unused_experts_worst", steps=3), 0.5,
-         "the router collapses", "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
+    Advice("router", "look", "unused experts of the worst layer, 3 steps,",
+           _mean("train/moe/unused_experts_worst", steps=3), 0.5,
+         "the router collapses",
+         "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
     Advice("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
-         "a few long rollouts hold all engines up, or rewards are slow", "grpo.async_grpo.enabled; fewer engines; time/reward"),
+         "a few long rollouts hold all engines up, or rewards are slow",
+         "grpo.async_grpo.enabled; fewer engines; time/reward"),
     Advice("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
          "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
     Advice("refit_share", "look", "refit share of a step, 5 steps,", _share_of_time("time/refit", steps=5), 0.2,
-         "the link between trainer and engines is slow", "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
+         "the link between trainer and engines is slow",
+         "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
     Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
-         "rows are far longer than sequences", "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
+         "rows are far longer than sequences",
+         "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
     Advice("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
          _share_of_time("time/checkpoint", steps=WINDOW // 2), 0.1,
-         "the disk is slow or saves are frequent", "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
+         "the disk is slow or saves are frequent",
+         "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
 )  # fmt: skip
 """Liveness first, then hints; the page shows them in this order."""
 
@@ -194,7 +214,14 @@ def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
         return None
     seen = f"no new metrics for {number(silent_s)} s (above {number(limit)} s)"
     step = int(rows[-1]["step"] or 0) if rows else 0
-    return Advisory("silent", "stop", step, seen, "a rank, an engine or a reward hangs, or a start takes long", "logs/exp_*/actors/*.log")
+    return Advisory(
+        "silent",
+        "stop",
+        step,
+        seen,
+        "a rank, an engine or a reward hangs, or a start takes long",
+        "logs/exp_*/actors/*.log",
+    )
 
 
 class Advisor:

@@ -86,7 +86,9 @@ def sampled_dumps(dumps: Sequence[Dump]) -> dict[str, list[dict]]:
     chosen: list[Dump] = []
     for split in SPLITS.values():
         mine = [dump for dump in dumps if dump.split == split]
-        places = {round(i * (len(mine) - 1) / (NUM_INLINED_STEPS - 1)) for i in range(NUM_INLINED_STEPS)} if mine else set()
+        places = (
+            {round(i * (len(mine) - 1) / (NUM_INLINED_STEPS - 1)) for i in range(NUM_INLINED_STEPS)} if mine else set()
+        )
         chosen += [mine[place] for place in places]
     found, left = {}, INLINED_BYTES
     for dump in sorted(chosen, key=lambda dump: -dump.step):
@@ -106,7 +108,9 @@ def read_evaluations(folder: Path) -> list[dict]:
             results = json.loads(read_file(path))
             if isinstance(results, dict) and {"metric", "scores", "prompts"} <= results.keys():
                 rows = list(_evaluated_rows(results["prompts"][:NUM_EVALUATED_PROMPTS]))
-                found.append({"name": path.stem, "metric": results["metric"], "scores": results["scores"], "rows": rows})
+                found.append(
+                    {"name": path.stem, "metric": results["metric"], "scores": results["scores"], "rows": rows}
+                )
         except (OSError, ValueError, RecursionError, LookupError, TypeError):  # another program's
             continue
     return found
@@ -115,6 +119,14 @@ def read_evaluations(folder: Path) -> list[dict]:
 def _evaluated_rows(prompts: Sequence[dict]) -> Iterator[dict]:
     for prompt in prompts:
         for answer in prompt["answers"]:
-            row = {"content": [_cut(prompt["prompt"]), _cut(answer["text"])], "rewards": answer["reward"], "extracted": answer["extracted"]}
-            row |= {"prompt_id": prompt["prompt_id"], "environment": prompt["environment"], "expected": prompt["expected"]}
+            row = {
+                "content": [_cut(prompt["prompt"]), _cut(answer["text"])],
+                "rewards": answer["reward"],
+                "extracted": answer["extracted"],
+            }
+            row |= {
+                "prompt_id": prompt["prompt_id"],
+                "environment": prompt["environment"],
+                "expected": prompt["expected"],
+            }
             yield row | {"masked": None if answer["status"] == "ok" else answer["status"]}

@@ -16,7 +16,10 @@ from mrl.metrics import charts
 from mrl.view.run_data import Json, State, rule_table, run_data
 
 HERE = Path(__file__).parent
-SCRIPTS = tuple(HERE / name for name in ("uplot.js", "page.js", "overview.js", "rollouts.js", "timeline.js", "weights.js", "start.js"))
+SCRIPTS = tuple(
+    HERE / name
+    for name in ("uplot.js", "page.js", "overview.js", "rollouts.js", "timeline.js", "weights.js", "start.js")
+)
 STYLES = (HERE / "uplot.css", HERE / "page.css")
 
 
@@ -35,9 +38,11 @@ def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path]
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {asked}"
     title = " and ".join(str(run["name"]) for run in runs)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body><noscript>This page needs JavaScript.</noscript>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1"><meta '
+        'name="referrer" content="no-referrer">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><noscript>This page needs "
+        "JavaScript.</noscript>"
         f'<div id="page"></div><script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>'
         f"<script>{script}</script></body></html>"
     )

@@ -34,7 +34,11 @@ def parse_row(line: bytes | str) -> dict | None:
 
 def _metrics(row: Row) -> dict:
     """The numbers of a row; None where one is not finite."""
-    numbers = {name: value for name, value in row.items() if value is None or (isinstance(value, int | float) and value is not True)}
+    numbers = {
+        name: value
+        for name, value in row.items()
+        if value is None or (isinstance(value, int | float) and value is not True)
+    }
     return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 

@@ -47,7 +47,9 @@ def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = T
         return _run_data(folder, state, has_rollouts)
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
-        raise ValueError(f"{folder} cannot be shown ({reason}): its files are not as mrl writes them; give the folder of a run") from error
+        raise ValueError(
+            f"{folder} cannot be shown ({reason}): its files are not as mrl writes them; give the folder of a run"
+        ) from error
 
 
 def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
@@ -81,7 +83,8 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
             *({"name": dump.name, "step": dump.step, "split": dump.split} for dump in dumps),
             *({"name": found["name"], "step": found["name"], "split": "evaluation"} for found in evaluations),
         ],
-        "rollouts": (sampled_dumps(dumps) if has_rollouts else {}) | {str(found["name"]): found["rows"] for found in evaluations},
+        "rollouts": (sampled_dumps(dumps) if has_rollouts else {})
+        | {str(found["name"]): found["rows"] for found in evaluations},
     }
 
 
@@ -99,7 +102,11 @@ def memory_of(measured: Mapping[str, Mapping[str, int]], plan: object) -> list[J
 def rule_table() -> list[Json]:
     """Advisory rules with their limits, for the page."""
     return [
-        {"key": rule.key, "level": rule.level, "rule": f"{rule.what} {'<' if rule.is_below else '>'} {number(rule.limit)}"}
+        {
+            "key": rule.key,
+            "level": rule.level,
+            "rule": f"{rule.what} {'<' if rule.is_below else '>'} {number(rule.limit)}",
+        }
         for rule in RULES
     ]
 
@@ -146,7 +153,9 @@ def section_of(config: Json) -> str:
 
 def files_of(folder: Path) -> list[str]:
     """The files and folders that the page links, the logs of the newest attempt among them."""
-    attempts = sorted((path.name for path in folder.glob("logs/exp_*") if path.name[4:].isdecimal()), key=lambda name: int(name[4:]))
+    attempts = sorted(
+        (path.name for path in folder.glob("logs/exp_*") if path.name[4:].isdecimal()), key=lambda name: int(name[4:])
+    )
     names = ["config.yaml", METRICS, *(f"logs/{attempts[-1]}/{part}" for part in ("", "actors/") if attempts)]
     return [name for name in names if (folder / name).exists()]
 
@@ -174,17 +183,27 @@ def owner_state(folder: Path) -> State:
 
 
 def newest_change(folder: Path) -> float:
-    return max((path.stat().st_mtime for name in (METRICS, "config.yaml") if (path := folder / name).exists()), default=time.time())
+    return max(
+        (path.stat().st_mtime for name in (METRICS, "config.yaml") if (path := folder / name).exists()),
+        default=time.time(),
+    )
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, list[float | None]]:
     """Metrics as columns next to `step`, whole numbers or six digits; beyond `MAX_POINTS` every second, and so on."""
     stride = -(-len(rows) // MAX_POINTS)
-    kept = [row for index, row in enumerate(rows) if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)]
+    kept = [
+        row
+        for index, row in enumerate(rows)
+        if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)
+    ]
     names = sorted({name for row in kept for name in row} - {"step"})
     columns: dict[str, list[float | None]] = {"step": [row["step"] for row in kept]}
     for name in names:
-        columns[name] = [None if (value := row.get(name)) is None else float(value if value % 1 == 0 else f"{value:.6g}") for row in kept]
+        columns[name] = [
+            None if (value := row.get(name)) is None else float(value if value % 1 == 0 else f"{value:.6g}")
+            for row in kept
+        ]
     return columns
 
 
@@ -209,18 +228,33 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
         ("learning rate", of(f"{megatron}.optimizer.lr")),
     ]
     if of("algorithm") in ("grpo", "ppo"):
-        lines.append(("each step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
+        lines.append(
+            (
+                "each step",
+                f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts",
+            )
+        )
         is_colocated = setting(config, "policy.generation.colocated.enabled")
         tp, pp = (of(f"policy.generation.vllm_cfg.{kind}_parallel_size") for kind in ("tensor", "pipeline"))
         lines.append(
-            ("engines", f"vLLM, TP{tp}{'' if pp in ('None', '1') else f' PP{pp}'}, {'colocated' if is_colocated else 'dedicated'}")
+            (
+                "engines",
+                (
+                    f"vLLM, TP{tp}{'' if pp in ('None', '1') else f' PP{pp}'}, "
+                    f"{'colocated' if is_colocated else 'dedicated'}"
+                ),
+            )
         )
     return [*lines, *((name, text) for name, text in about.items() if isinstance(text, str))]
 
 
 def _hosts(num_nodes: object, num_gpus: object) -> str:
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    return f"{nodes}, no GPU" if num_gpus == 0 else f"{nodes}, {num_gpus} GPU{'s' * (num_gpus != 1)}{' each' * (num_nodes != 1)}"
+    return (
+        f"{nodes}, no GPU"
+        if num_gpus == 0
+        else f"{nodes}, {num_gpus} GPU{'s' * (num_gpus != 1)}{' each' * (num_nodes != 1)}"
+    )
 
 
 def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State) -> list[tuple[str, str]]:
@@ -229,7 +263,10 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
     last = setting(config, f"{section_of(config)}.max_num_steps")
     has_last = isinstance(last, int) and last > 0
     ended = "finished" if has_last and step >= cast(int, last) else "ended"
-    lines = [("state", state if state == "running" else ended), ("step", f"{step} of {last}" if has_last else str(step))]
+    lines = [
+        ("state", state if state == "running" else ended),
+        ("step", f"{step} of {last}" if has_last else str(step)),
+    ]
     times = [total for row in rows[-NUM_TIMED_STEPS:] if (total := row.get("time/total")) is not None]
     if times:
         step_s = statistics.median(times)
@@ -256,4 +293,7 @@ def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
     worst = next((advisory for level in ("stop", "look") for advisory in found if advisory.level == level), None)
     if worst is not None:
         return {"level": worst.level, "reason": f"{worst.seen[:1].upper()}{worst.seen[1:]}: {worst.causes}."}
-    return {"level": "ok", "reason": "No problems found." if any(row.get("step") for row in rows) else "No step has finished yet."}
+    return {
+        "level": "ok",
+        "reason": "No problems found." if any(row.get("step") for row in rows) else "No step has finished yet.",
+    }

@@ -45,12 +45,16 @@ def list_windows(run: Path) -> dict[int, Window]:
         steps = [(int(event[1]), int(event[3])) for event in ended]
         begin = min((int(event[1]) for event in EVENT.finditer(data[:AHEAD_BYTES])), default=0)
         # The newest step ends with its own lines: what follows belongs to one that has not ended.
-        last = [event for event in EVENT.finditer(data[-AHEAD_BYTES:]) if not steps or event[3] in (b"step", b"logging")]
+        last = [
+            event for event in EVENT.finditer(data[-AHEAD_BYTES:]) if not steps or event[3] in (b"step", b"logging")
+        ]
         end = max(map(_end, (*ended[-1:], *last)), default=0)
         ends = [*(begin for begin, _ in steps[1:]), end]
         if begin < (first := steps[0][0] if steps else end):
             found[START] = Window(START, begin, first, driver.parent)
-        found |= {step: Window(step, begin, end, driver.parent) for (begin, step), end in zip(steps, ends, strict=False)}
+        found |= {
+            step: Window(step, begin, end, driver.parent) for (begin, step), end in zip(steps, ends, strict=False)
+        }
     return dict(sorted(found.items()))
 
 
@@ -65,7 +69,8 @@ def chosen(windows: Mapping[int, Window]) -> list[Window]:
 def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
     """Reads steps: begin, length, omitted lane count, lanes with spans [name, begin, length, facts]; microseconds."""
     found = {
-        str(window.step): {"begin": window.begin, "length": window.end - window.begin, "left_out": 0, "lanes": []} for window in windows
+        str(window.step): {"begin": window.begin, "length": window.end - window.begin, "left_out": 0, "lanes": []}
+        for window in windows
     }
     for folder in sorted({window.folder for window in windows}):
         mine = [window for window in windows if window.folder == folder]
@@ -99,13 +104,18 @@ def _lanes(name: str, data: bytes, window: Window) -> list[dict]:
             except ValueError:  # a full disk has torn it
                 continue
             lane = str(content.get("cat", MAIN))
-            spans.setdefault(lane, []).append([str(content["name"]), begin - window.begin, length, content.get("args", {})])
+            spans.setdefault(lane, []).append(
+                [str(content["name"]), begin - window.begin, length, content.get("args", {})]
+            )
     kept = {
-        lane: sorted(sorted(mine, key=lambda one: -one[2])[:MAX_SPANS], key=lambda one: (one[1], -one[2])) for lane, mine in spans.items()
+        lane: sorted(sorted(mine, key=lambda one: -one[2])[:MAX_SPANS], key=lambda one: (one[1], -one[2]))
+        for lane, mine in spans.items()
     }
     return [
         {"name": name if lane == MAIN else f"{name}: {lane}", "spans": mine}
-        for lane, mine in sorted(kept.items(), key=lambda item: (item[0] != MAIN, [part.zfill(6) for part in item[0].split()]))
+        for lane, mine in sorted(
+            kept.items(), key=lambda item: (item[0] != MAIN, [part.zfill(6) for part in item[0].split()])
+        )
     ]
 
 

@@ -3,8 +3,8 @@
 
 Usage: python -m scripts.bench.convert [--gb 1] [--repeats 5] [--folder DIR] [--no-record]
 
-Both directions and their copies take turns, each from sources in the page cache to a file that is not there, after everything before is
-on disk; conversions run in processes of their own, and their time is without the imports.
+Both directions and their copies take turns, each from sources in the page cache to a file that is not there, after
+everything before is on disk; conversions run in processes of their own, and their time is without the imports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
 TARGET_RATIO = 0.5
 TIMEOUT_S = 900.0
-CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"hf-to-mcore": convert_hf_to_mcore, "mcore-to-hf": convert_mcore_to_hf}
+CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {
+    "hf-to-mcore": convert_hf_to_mcore,
+    "mcore-to-hf": convert_mcore_to_hf,
+}
 
 
 def main() -> None:
@@ -87,7 +90,12 @@ def convert_once(direction: str, source: Path, out: Path) -> dict[str, float]:
     base, started, cpu = count_memory(), time.perf_counter(), time.process_time()
     CONVERSIONS[direction](source, out)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    return {"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}
+    return {
+        "convert_s": seconds,
+        "cpu_s": cpu_s,
+        "memory_rise_mb": (memory("VmHWM") - base) / 1e6,
+        "base_mb": base / 1e6,
+    }
 
 
 def summary(direction: str, num_bytes: int, runs: list[dict[str, float]]) -> Row:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of a step in the driver of a large run, with real Ray and instant stand-ins: docs/data/driver.json.
 
-Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048 32768] [--processes 4] [--memory] [--no-record]
+Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048 32768] [--processes 4] [--memory]
+[--no-record]
 
-Seconds are processor time of the driver's process: on a small host the stand-ins would count otherwise. A line through the measured
-numbers of ranks, by least squares, gives those of larger runs; that of 256 ranks is measured too, beside what the line says.
+Seconds are processor time of the driver's process: on a small host the stand-ins would count otherwise. A line through
+the measured numbers of ranks, by least squares, gives those of larger runs; that of 256 ranks is measured too, beside
+what the line says.
 """
 
 from __future__ import annotations
@@ -124,7 +126,12 @@ def measured(num_rollouts: int, ranks: Sequence[int], processes: list) -> dict[i
         steps = steps_of(Shape(count, num_rollouts), processes)
         # The least of the steps: other work of the host only adds.
         found[count] = {part: min(step.get(part, 0.0) for step in steps) for part in steps[0]}
-        print(json.dumps({"ranks": count, "rollouts": num_rollouts, **{part: round(s, 4) for part, s in found[count].items()}}), flush=True)
+        print(
+            json.dumps(
+                {"ranks": count, "rollouts": num_rollouts, **{part: round(s, 4) for part, s in found[count].items()}}
+            ),
+            flush=True,
+        )
     return found
 
 
@@ -175,15 +182,32 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
     with tempfile.TemporaryDirectory() as name:
         config = rehearsal_config(shape, Path(name))
         held = [memory_mb()]
-        asked = [Prompt(f"train:{row}", tuple(range(1000 + row, 1300 + row)), "?" * 300, "42", "math") for row in range(num_rollouts // 16)]
-        book = RequestBook[RolloutRequest, RolloutInfo]("engine", LARGE // 4, never, lambda *_: None, news=News(), max_fruitless_restarts=1)
+        asked = [
+            Prompt(f"train:{row}", tuple(range(1000 + row, 1300 + row)), "?" * 300, "42", "math")
+            for row in range(num_rollouts // 16)
+        ]
+        book = RequestBook[RolloutRequest, RolloutInfo](
+            "engine", LARGE // 4, never, lambda *_: None, news=News(), max_fruitless_restarts=1
+        )
         infos = []
         for prompt in asked:
-            requests = [RolloutRequest(prompt.prompt_id, index, 0, index, prompt.token_ids, sampling) for index in range(16)]
-            in_loop(lambda requests: [asyncio.ensure_future(book.ask(one.request_id, one)) for one in requests], requests)
-            infos.append([RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", 0) for one in requests])
+            requests = [
+                RolloutRequest(prompt.prompt_id, index, 0, index, prompt.token_ids, sampling) for index in range(16)
+            ]
+            in_loop(
+                lambda requests: [asyncio.ensure_future(book.ask(one.request_id, one)) for one in requests], requests
+            )
+            infos.append(
+                [
+                    RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", 0)
+                    for one in requests
+                ]
+            )
         held.append(memory_mb())
-        verdicts = [pickle.loads(pickle.dumps([rewards.verdict(number, info) for number, info in enumerate(mine)])) for mine in infos]
+        verdicts = [
+            pickle.loads(pickle.dumps([rewards.verdict(number, info) for number, info in enumerate(mine)]))
+            for mine in infos
+        ]
         held.append(memory_mb())
         groups = [RolloutGroup(*group) for group in zip(asked, map(tuple, infos), map(tuple, verdicts), strict=True)]
         sequences, _ = rollouts.train_sequences(groups, config.grpo)
@@ -216,7 +240,9 @@ def main() -> None:
     report("driver_memory", (alone(memory_row, *case) for case in MEMORY_CASES), options, module="driver")
     if not options.memory:
         with hosts(options.processes) as processes:
-            rows = [row for count in options.rollouts for row in rows_of(count, measured(count, options.ranks, processes))]
+            rows = [
+                row for count in options.rollouts for row in rows_of(count, measured(count, options.ranks, processes))
+            ]
         report("driver", rows, options)
 
 

@@ -3,8 +3,9 @@
 
 Usage: python -m scripts.bench.engine [--no-record] [--repeats 5]
 
-512 requests of 20 prompt tokens; each gets a seed of its own and the logprobs of its tokens. Both engines have one core and the same
-limits. On hosts without GPUs mrl replaces some of vLLM's kernels (docs/cpu_hosts.md); plain vLLM has its own.
+512 requests of 20 prompt tokens; each gets a seed of its own and the logprobs of its tokens. Both engines have one core
+and the same limits. On hosts without GPUs mrl replaces some of vLLM's kernels (docs/cpu_hosts.md); plain vLLM has its
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ TIMEOUT_S = 600.0
 def main() -> None:
     """Measures, prints a JSON line per row, and records."""
     options = bench_parser(__doc__, repeats=5).parse_args()
-    report("engine", (row for model_type in ("qwen3", "qwen3_moe") for row in measure(model_type, options.repeats)), options)
+    report(
+        "engine",
+        (row for model_type in ("qwen3", "qwen3_moe") for row in measure(model_type, options.repeats)),
+        options,
+    )
 
 
 def measure(model_type: str, repeats: int) -> Iterator[Row]:
@@ -48,7 +53,9 @@ def measure(model_type: str, repeats: int) -> Iterator[Row]:
             connections[kind], theirs = context.Pipe()
             context.Process(target=kind, args=(folder, theirs), daemon=True).start()
         for new_tokens in NEW_TOKENS:
-            found = take_turns({kind: partial(speed, connection, new_tokens) for kind, connection in connections.items()}, repeats)
+            found = take_turns(
+                {kind: partial(speed, connection, new_tokens) for kind, connection in connections.items()}, repeats
+            )
             ratios = [mine / theirs for mine, theirs in zip(found[ours], found[plain], strict=True)]
             yield {
                 "model": model_type,
@@ -95,11 +102,16 @@ def ours(model: str, connection: Connection) -> None:
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         kv_cache_memory_mib=KV_CACHE_MIB,
     )
-    engine = Engine(model, GenerationConfig(max_new_tokens=max(NEW_TOKENS), vllm_cfg=settings), seed=1, worker_timeout_s=TIMEOUT_S)
+    engine = Engine(
+        model, GenerationConfig(max_new_tokens=max(NEW_TOKENS), vllm_cfg=settings), seed=1, worker_timeout_s=TIMEOUT_S
+    )
     engine.set_weight_version(0)
     tokens = prompts()
     while connection.poll(TIMEOUT_S) and (new_tokens := connection.recv()):
-        requests = [request(token_ids, prompt_id=f"p{index}", max_new_tokens=new_tokens) for index, token_ids in enumerate(tokens)]
+        requests = [
+            request(token_ids, prompt_id=f"p{index}", max_new_tokens=new_tokens)
+            for index, token_ids in enumerate(tokens)
+        ]
         started = time.perf_counter()
         rollouts = run(engine, requests)
         connection.send(time.perf_counter() - started)
@@ -129,7 +141,8 @@ def plain(model: str, connection: Connection) -> None:
     while connection.poll(TIMEOUT_S) and (new_tokens := connection.recv()):
         requests = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in tokens]
         sampling = [
-            SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=0, seed=index, detokenize=False) for index in range(len(tokens))
+            SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=0, seed=index, detokenize=False)
+            for index in range(len(tokens))
         ]
         started = time.perf_counter()
         outputs = llm.generate(requests, sampling, use_tqdm=False)

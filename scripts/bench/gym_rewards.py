@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of NeMo Gym's own verifiers and of mrl's. Writes docs/data/gym_rewards.json.
 
-The answers are those of tests/unit/envs/gym_answers.json, and of Gym's own example rows, each with all that Gym's example rollouts said.
+The answers are those of tests/unit/envs/gym_answers.json, and of Gym's own example rows, each with all that Gym's
+example rollouts said.
 
-Gym runs in an environment of its own: that of `--gym-python`, else one that is made, which takes a network, uv and 2 GB.
+Gym runs in an environment of its own: that of `--gym-python`, else one that is made, which takes a network, uv and 2
+GB.
 """
 
 from __future__ import annotations
@@ -35,10 +37,20 @@ Group = dict[str, Any]
 PARSER = "hermes"
 """The format in which the tool calls of answers are written for mrl."""
 GYM = (
-    *("nemo-gym==0.5.0", "openapi-schema-validator==0.6.3", "tomli-w==1.2.0", "xmltodict==1.0.2", "tiktoken", "pandas", "numpy==2.2.6"),
+    *(
+        "nemo-gym==0.5.0",
+        "openapi-schema-validator==0.6.3",
+        "tomli-w==1.2.0",
+        "xmltodict==1.0.2",
+        "tiktoken",
+        "pandas",
+        "numpy==2.2.6",
+    ),
     "git+https://github.com/abukharin-nv/verifiable-instructions.git@f46a5ac87b1400a4f8973039844b6be9b56e3faf",
 )
-"""Requirements of Gym's resource servers. The version's verifiers are those that NeMo RL 7ea279a pins, but for `for line in sys.stdin`."""
+"""Requirements of Gym's resource servers. The version's verifiers are those that NeMo RL 7ea279a pins, but for
+`for line in sys.stdin`.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,9 @@ def example_groups(servers: Path) -> list[Group]:
     found = list[Group]()
     for server in SERVERS:
         files = sorted(servers.glob(f"{server}/data/*example*.jsonl"))
-        rollouts, examples = ([file for file in files if ("rollouts" in file.name) is is_rollout] for is_rollout in (True, False))
+        rollouts, examples = (
+            [file for file in files if ("rollouts" in file.name) is is_rollout] for is_rollout in (True, False)
+        )
         said = [reply_of(rollout["response"]["output"]) for rollout in _rows(rollouts)]
         for row in _rows(examples):
             expected = row.get("expected_answer", "{}")
@@ -85,14 +99,18 @@ def example_groups(servers: Path) -> list[Group]:
 def wanted_calls(row: Mapping[str, Any]) -> list[dict[str, object]]:
     """The reply that makes the calls of tools that a row wants, if it says any."""
     truth = row.get("ground_truth")
-    calls = [{"name": call["name"], "arguments": call["arguments"]} for call in truth] if isinstance(truth, list) else []
+    calls = (
+        [{"name": call["name"], "arguments": call["arguments"]} for call in truth] if isinstance(truth, list) else []
+    )
     return [{"calls": calls}] if calls else []
 
 
 def reply_of(output: Sequence[Mapping[str, Any]]) -> str | dict[str, object]:
     """Text of the model in a recorded output, with the calls of tools if there are any."""
     texts = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
-    calls = [{"name": item["name"], "arguments": item["arguments"]} for item in output if item["type"] == "function_call"]
+    calls = [
+        {"name": item["name"], "arguments": item["arguments"]} for item in output if item["type"] == "function_call"
+    ]
     return {"text": "".join(texts), "calls": calls} if calls else "".join(texts)
 
 
@@ -122,7 +140,9 @@ def grader(server: str, tables: str | None) -> Score:
         return code.make(limits.unit_test_timeout_s, limits.timeout_s, may_escape=False)
     if server == "math_with_judge":
         return math.make("hf_math_verify", is_strict=False)
-    return {"mcqa": mcqa, "structured_outputs": structured_outputs, "instruction_following": instruction_following}[server].make()
+    return {"mcqa": mcqa, "structured_outputs": structured_outputs, "instruction_following": instruction_following}[
+        server
+    ].make()
 
 
 def reward(answer: Answer, tables: str | None = None) -> float | None:
@@ -147,7 +167,9 @@ def main(python: str | None) -> None:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         python = python or gym_python(Path(folder))
-        servers = Path(output_of(python, "-c", "import resources_servers as r; print(*r.__path__, sep='\\n')").split("\n")[0])
+        servers = Path(
+            output_of(python, "-c", "import resources_servers as r; print(*r.__path__, sep='\\n')").split("\n")[0]
+        )
         groups = [*recorded_groups(), *example_groups(servers)]
         rewards = chain.from_iterable(json.loads(output_of(python, str(VERIFIERS), given=json.dumps(groups))))
         source = servers / "workplace_assistant/csv_data"
@@ -158,7 +180,11 @@ def main(python: str | None) -> None:
         counts = defaultdict[str, Counter[str]](Counter)
         for answer, theirs in zip(answers_of(groups), rewards, strict=True):
             ours = reward(answer, str(tables))
-            what = {"right in Gym": theirs > 0, "other reward here": ours not in (None, theirs), "masked here": ours is None}
+            what = {
+                "right in Gym": theirs > 0,
+                "other reward here": ours not in (None, theirs),
+                "masked here": ours is None,
+            }
             counts[answer.server].update({"answers": 1, **what})
             if ours != theirs:
                 print(f"{answer.server}: Gym {theirs}, here {ours}: {answer.reply!r:.150} for {answer.row:.150}")

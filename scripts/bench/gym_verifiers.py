@@ -13,7 +13,15 @@ from typing import Any
 from unittest.mock import MagicMock
 
 REQUEST = {"responses_create_params": {"input": []}, "id": 0, "prompt": "", "category": "", "environment_name": ""}
-RESPONSE = {"id": "r", "created_at": 0, "model": "m", "object": "response", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+RESPONSE = {
+    "id": "r",
+    "created_at": 0,
+    "model": "m",
+    "object": "response",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
 
 
 def server_of(name, grading_mode):
@@ -30,7 +38,11 @@ def server_of(name, grading_mode):
     options = {"grading_mode": grading_mode} if grading_mode else {}
     if name == "math_with_judge":
         judge = {"type": "responses_api_models", "name": "none"}
-        options = {"judge_model_server": judge, "judge_responses_create_params": {"input": []}, "should_use_judge": False}
+        options = {
+            "judge_model_server": judge,
+            "judge_responses_create_params": {"input": []},
+            "should_use_judge": False,
+        }
         options["library_verifier_timeout_seconds"] = 600.0  # its 10 s are not enough on a busy host
     config = own(BaseResourcesServerConfig)(host="", port=0, entrypoint="", name=name, **options)
     return own(SimpleResourcesServer)(config=config, server_client=MagicMock(spec=ServerClient)), own(BaseVerifyRequest)
@@ -45,7 +57,9 @@ def output_of(answer):
     output = message if text or not calls else []
     for call in calls:
         arguments = call["arguments"] if isinstance(call["arguments"], str) else json.dumps(call["arguments"])
-        output.append({"type": "function_call", "id": "c", "call_id": "c", "name": call["name"], "arguments": arguments})
+        output.append(
+            {"type": "function_call", "id": "c", "call_id": "c", "name": call["name"], "arguments": arguments}
+        )
     return output
 
 
@@ -57,7 +71,9 @@ def rewards(group):
     # A mode that Gym takes from the server's config alone.
     mode = row.pop("grading_mode") if row.get("grading_mode") == "lenient_answer_colon_md" else None
     server, request = server_of(name, mode)
-    bodies = [{**REQUEST, **row, "response": {**RESPONSE, "output": output_of(reply)}} for reply, *_ in group["answers"]]
+    bodies = [
+        {**REQUEST, **row, "response": {**RESPONSE, "output": output_of(reply)}} for reply, *_ in group["answers"]
+    ]
     return [asyncio.run(server.verify(request.model_validate(body))).reward for body in bodies]
 
 

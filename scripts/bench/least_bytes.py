@@ -24,7 +24,11 @@ class LeastBytes:
 
 
 def least_bytes(
-    sources: Mapping[int, Layout], targets: Mapping[int, Layout], *, gpu_of: Mapping[int, int], node_of: Mapping[int, int]
+    sources: Mapping[int, Layout],
+    targets: Mapping[int, Layout],
+    *,
+    gpu_of: Mapping[int, int],
+    node_of: Mapping[int, int],
 ) -> LeastBytes:
     """The least that any schedule between these layouts moves; arguments as for `conversion.reshard.reshard`."""
     layouts = {id(layout): layout for layout in (*sources.values(), *targets.values())}
@@ -47,7 +51,9 @@ def least_bytes(
     for rank, layout in sources.items():
         sources_on[node_of[rank]].add(id(layout))
     on_gpu = {gpu: frozenset([id(layout)]) for gpu, layout in sources.items()}
-    gpus = sum(lacking(frozenset([id(layout)]), on_gpu.get(gpu_of[target], frozenset())) for target, layout in targets.items())
+    gpus = sum(
+        lacking(frozenset([id(layout)]), on_gpu.get(gpu_of[target], frozenset())) for target, layout in targets.items()
+    )
     on_node = [(workers, frozenset(sources_on[node])) for node, workers in workers_on.items()]
     nodes = sum(lacking(frozenset([worker]), held) for workers, held in on_node for worker in workers)
     return LeastBytes(gpus, nodes, sum(lacking(frozenset(workers), held) for workers, held in on_node))

@@ -23,7 +23,8 @@ from scripts.bench.turns import alone, bench_parser, count_memory, report
 from tests.long.record import Row
 from tests.stack.conversion.children import memory
 
-# A rank's columns of 131,072 at TP 2. The hidden size does not matter for what is compared; products of bfloat16 take long on older hosts.
+# A rank's columns of 131,072 at TP 2. The hidden size does not matter for what is compared; products of bfloat16 take
+# long on older hosts.
 COLUMNS, HIDDEN = 65_536, 32
 PASSES = ("logprobs", "logprobs and gradients")
 
@@ -56,7 +57,9 @@ def measure(case: Case) -> Row:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=timedelta(minutes=1))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=timedelta(minutes=1)
+    )
     hidden = torch.randn(case.tokens, HIDDEN, dtype=torch.bfloat16).requires_grad_(case.needs_gradients)
     weight = torch.randn(COLUMNS, HIDDEN, dtype=torch.bfloat16).div_(HIDDEN**0.5).requires_grad_(case.needs_gradients)
     labels = torch.randint(0, COLUMNS, (case.tokens,))

@@ -3,9 +3,9 @@
 
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
 
-Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is checked as it is. What a
-login node lacks (models, data, disks) is to be provided, and refuses nothing. What a policy, teacher or critic of `MODELS` needs is checked
-against its config.json. Exit code 1 if a check fails with a traceback.
+Every YAML file below `examples/` and `research/` of a checkout of NeMo RL that says how to train or to evaluate is
+checked as it is. What a login node lacks (models, data, disks) is to be provided, and refuses nothing. What a policy,
+teacher or critic of `MODELS` needs is checked against its config.json. Exit code 1 if a check fails with a traceback.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _QWEN3_30B = json.loads((_MODELS / "qwen3_30b_a3b.config.json").read_text())
 MODELS: dict[str, dict[str, object]] = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NANO,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NANO,
-    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NANO | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NANO
+    | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
     "Qwen/Qwen3-30B-A3B-Thinking-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
@@ -99,13 +100,18 @@ def main() -> int:
     begin = time.perf_counter()
     outcomes = check_files(checkout)
     if not outcomes:
-        parser.error(f"{checkout} has no config files below {' or '.join(FOLDERS)}; give the root of a checkout of NeMo RL")
+        parser.error(
+            f"{checkout} has no config files below {' or '.join(FOLDERS)}; give the root of a checkout of NeMo RL"
+        )
     print_report(outcomes)
     print(
-        f"\n{len(outcomes)} files in {time.perf_counter() - begin:.0f} s; the slowest took {max(each.seconds for each in outcomes):.1f} s"
+        f"\n{len(outcomes)} files in {time.perf_counter() - begin:.0f} s; the slowest took "
+        f"{max(each.seconds for each in outcomes):.1f} s"
     )
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8"
+        )
     if not arguments.no_record:
         command = f"python -m scripts.bench.nemo_recipes RL@{commit_of(checkout)}"
         record("nemo_recipes", group_rows(outcomes), command=command)
@@ -127,7 +133,10 @@ def check_files(checkout: Path) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as cache:
         # As a download of this file alone would leave them.
         for model, hf_config in MODELS.items():
-            for name, text in {"refs/main": "0" * 40, f"snapshots/{'0' * 40}/config.json": json.dumps(hf_config)}.items():
+            for name, text in {
+                "refs/main": "0" * 40,
+                f"snapshots/{'0' * 40}/config.json": json.dumps(hf_config),
+            }.items():
                 path = Path(cache, f"models--{model.replace('/', '--')}", name)
                 path.parent.mkdir(parents=True)
                 path.write_text(text)
@@ -167,8 +176,12 @@ def reason_of(problem: Problem) -> str:
 
 def algorithm_of(settings: Settings) -> str:
     """Algorithm of a file, as the report groups it."""
-    processors = [setting.value for key, setting in settings.items() if key[0] == "data" and key[-1].endswith("processor")]
-    many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
+    processors = [
+        setting.value for key, setting in settings.items() if key[0] == "data" and key[-1].endswith("processor")
+    ]
+    many_media = any("limit_mm_per_prompt" in key for key in settings) or any(
+        str(value).startswith("vlm") for value in processors
+    )
     if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
         return MEDIA
     if is_evaluation(settings):
@@ -191,7 +204,14 @@ def backend_of(settings: Settings) -> str:
 
 def model_of(settings: Settings) -> str:
     """The model's name as written."""
-    return next((str(settings[key].value) for key in (("policy", "model_name"), ("generation", "model_name")) if key in settings), "")
+    return next(
+        (
+            str(settings[key].value)
+            for key in (("policy", "model_name"), ("generation", "model_name"))
+            if key in settings
+        ),
+        "",
+    )
 
 
 def group_rows(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -222,7 +242,9 @@ def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
         "refused": len(outcomes) - len(accepted),
         "refused, needing a GPU": sum(NEEDS_GPU in " ".join(outcome.refused) for outcome in outcomes),
         "refused for one reason": sum(len(outcome.refused) == 1 for outcome in outcomes),
-        "most often refused": f"{str(reasons[0]['reason']).partition(':')[0]} ({reasons[0]['files']})" if reasons else None,
+        "most often refused": f"{str(reasons[0]['reason']).partition(':')[0]} ({reasons[0]['files']})"
+        if reasons
+        else None,
     }
 
 
@@ -230,15 +252,18 @@ def reason_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """A row per reason, the most frequent first: how many files have it, and how many have no other."""
     counts = Counter(reason for outcome in outcomes for reason in outcome.refused)
     alone = Counter(outcome.refused[0] for outcome in outcomes if len(outcome.refused) == 1)
-    return [{"reason": reason, "files": count, "refused for it alone": alone[reason]} for reason, count in counts.most_common()]
+    return [
+        {"reason": reason, "files": count, "refused for it alone": alone[reason]}
+        for reason, count in counts.most_common()
+    ]
 
 
 def print_report(outcomes: Sequence[Outcome]) -> None:
     """Counts per group, reasons by frequency, what one reason alone refuses, and tracebacks."""
     for row in group_rows(outcomes):
         print(
-            "{algorithm:<20} {trained by:<10} {files:>4} files; accepted {accepted, model known:>4} with their models known, "
-            "{accepted, model unknown:>4} unknown; refused {refused:>4}".format(**row)
+            "{algorithm:<20} {trained by:<10} {files:>4} files; accepted {accepted, model known:>4} with their "
+            "models known, {accepted, model unknown:>4} unknown; refused {refused:>4}".format(**row)
         )
     for title, part in (("all files", outcomes), ("language models that Megatron trains", megatron(outcomes))):
         rows = reason_rows(part)

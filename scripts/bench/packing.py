@@ -3,9 +3,9 @@
 
 Usage: python -m scripts.bench.packing [--no-record]
 
-The batch of a 256-GPU run: 2,048 rollouts on TP2 PP2 CP4, so 16 data-parallel ranks. Lengths are lognormal, cut off at 49,152 tokens, from
-five seeds. The lower bound of rows is the fewest that any packing needs, rounded up to the same number on every rank. Balance is the
-busiest rank over the mean, the worst of the seeds.
+The batch of a 256-GPU run: 2,048 rollouts on TP2 PP2 CP4, so 16 data-parallel ranks. Lengths are lognormal, cut off at
+49,152 tokens, from five seeds. The lower bound of rows is the fewest that any packing needs, rounded up to the same
+number on every rank. Balance is the busiest rank over the mean, the worst of the seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def main() -> None:
 def planners() -> dict[str, Planner]:
     """Every algorithm, and modified first fit decreasing as NeMo RL deals its rows to the ranks."""
     names = (BALANCED, *reversed(PACKERS))
-    return {name: partial(pack, algorithm=name, row_tokens=ROW_TOKENS, dp_size=DP_SIZE) for name in names} | {DEALT_IN_TURN: dealt_in_turn}
+    return {name: partial(pack, algorithm=name, row_tokens=ROW_TOKENS, dp_size=DP_SIZE) for name in names} | {
+        DEALT_IN_TURN: dealt_in_turn
+    }
 
 
 def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
@@ -60,8 +62,8 @@ def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
 def fewest_rows(lengths: Sequence[int], row_tokens: int) -> int:
     """A lower bound of the rows any packing needs (L2 of Martello and Toth, Discrete Applied Mathematics 28, 1990).
 
-    For every k up to half a row: sequences longer than row - k share a row with none of at least k, those above half a row not with each
-    other; what is at least k then fills the room that the latter leave.
+    For every k up to half a row: sequences longer than row - k share a row with none of at least k, those above half a
+    row not with each other; what is at least k then fills the room that the latter leave.
     """
     items = sorted(lengths)
     total = [0, *accumulate(items)]

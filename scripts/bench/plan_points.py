@@ -3,9 +3,9 @@
 
 Usage: python -m scripts.bench.plan_points FILE
 
-FILE is a JSON list of runs with every argument that matters for memory. A run with what the model does not know is named and left out.
-Constants may be fitted on every second run of a kind in `FITTED`, sorted by name; all others validate. For the files beside `FITTED` it
-writes docs/data/plan_FILE.json.
+FILE is a JSON list of runs with every argument that matters for memory. A run with what the model does not know is
+named and left out. Constants may be fitted on every second run of a kind in `FITTED`, sorted by name; all others
+validate. For the files beside `FITTED` it writes docs/data/plan_FILE.json.
 """
 
 from __future__ import annotations
@@ -35,23 +35,30 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MB = 1e6
 _LARGE = 32 * 2**20
 NATURAL_IMBALANCE = 1.3
-# Bytes of a logit by `cross-entropy-fusion-impl`. te: bfloat16, and the gradient. native: compiled, so that the exponential in float32 is
-# a second copy, where the plain one works in place.
+# Bytes of a logit by `cross-entropy-fusion-impl`. te: bfloat16, and the gradient. native: compiled, so that the
+# exponential in float32 is a second copy, where the plain one works in place.
 FUSED_LOGITS = {"te": 2 * BF16, "native": WHOLE_LOGIT + FP32}
 # Keys without which a point cannot be predicted, by the part that holds them.
 _NEEDED = {
-    "": "id kind quality source hardware num_gpus model seq_length micro_batch num_microbatches tp pp vpp cp ep etp edp sequence_parallel "
-    "distributed_optimizer precision main_grad_dtype optimizer recompute flags measured".split(),
+    "": "id kind quality source hardware num_gpus model seq_length micro_batch num_microbatches tp pp vpp cp ep "
+    "etp edp sequence_parallel distributed_optimizer precision main_grad_dtype optimizer recompute "
+    "flags measured".split(),
     "model": "layers hidden ffn heads kv_groups head_dim vocab_padded tied_embeddings position_embedding activation "
     "normalization linear_bias qk_layernorm hidden_dropout attention_dropout".split(),
     "optimizer": "name precision_aware main_params exp_avg exp_avg_sq".split(),
     "measured": "rank allocated_bytes max_allocated_bytes max_step".split(),
     "source": ["date"],
 }
-_PARTS = {"moe": "experts topk moe_ffn", "mla": "q_lora kv_lora qk_head qk_rope v_head", "mamba": "heads head_dim groups state"}
+_PARTS = {
+    "moe": "experts topk moe_ffn",
+    "mla": "q_lora kv_lora qk_head qk_rope v_head",
+    "mamba": "heads head_dim groups state",
+}
 _MODEL_KEYS = {*_NEEDED["model"], *_PARTS, "name", "max_positions", "hybrid_pattern", "mtp_layers", "mtp_repeated"}
 # Names in `ModelSizes` -> those of a point, by the part that holds them.
-_SIZES = dict(hidden="hidden", vocabulary="vocab_padded", heads="heads", kv_heads="kv_groups", head_dim="head_dim", ffn="ffn")
+_SIZES = dict(
+    hidden="hidden", vocabulary="vocab_padded", heads="heads", kv_heads="kv_groups", head_dim="head_dim", ffn="ffn"
+)
 _MOE_SIZES = dict(experts="experts", topk="topk", expert_ffn="moe_ffn", shared_ffn="shared_ffn", latent="latent")
 _MAMBA_SIZES = dict(mamba_heads="heads", mamba_head_dim="head_dim", mamba_groups="groups", mamba_state="state")
 # Of arguments that are only noted, those that take memory. mrl has no key for them.
@@ -73,7 +80,11 @@ def shape_of(point: Point) -> ModelSizes:
     model, mla = point["model"], point["model"].get("mla")
     sizes: dict[str, Any] = {
         size: part.get(key) or 0
-        for part, keys in ((model, _SIZES), (model.get("moe") or {}, _MOE_SIZES), (model.get("mamba") or {}, _MAMBA_SIZES))
+        for part, keys in (
+            (model, _SIZES),
+            (model.get("moe") or {}, _MOE_SIZES),
+            (model.get("mamba") or {}, _MAMBA_SIZES),
+        )
         for size, key in keys.items()
     }
     latent = LatentAttention(*(mla[key] or 0 for key in _PARTS["mla"].split())) if mla else None
@@ -112,7 +123,9 @@ def chunks_of(point: Point) -> list[list[str]]:
         # Uneven stages: what is known is how many layers the reporting rank has.
         return [layers[:reported] if index < point["pp"] - 1 else layers[-reported:] for index in range(point["pp"])]
     if sum(sizes) != len(layers) or len(sizes) != stages:
-        raise ValueError(f"{len(layers)} layers in {stages} stages; give measured.layers_on_rank, or pipeline_layout with vpp")
+        raise ValueError(
+            f"{len(layers)} layers in {stages} stages; give measured.layers_on_rank, or pipeline_layout with vpp"
+        )
     rest = iter(layers)
     return [list(islice(rest, size)) for size in sizes]
 
@@ -132,7 +145,9 @@ def matrices_of(point: Point, shape: ModelSizes, letter: str) -> tuple[list[Matr
     if letter == "E":
         width, etp = shape.latent or hidden, point["etp"] or 1
         dense = [(shape.experts, hidden), (shape.shared_ffn * fc1 // tp, hidden), (hidden, shape.shared_ffn // tp)]
-        experts = [(shape.expert_ffn * fc1 // etp, width), (width, shape.expert_ffn // etp)] * (shape.experts // (point["ep"] or 1))
+        experts = [(shape.expert_ffn * fc1 // etp, width), (width, shape.expert_ffn // etp)] * (
+            shape.experts // (point["ep"] or 1)
+        )
         return dense + [(shape.latent, hidden), (hidden, shape.latent)], experts, norm
     if (mla := shape.mla) is not None:
         query, value = shape.heads * (mla.plain + mla.rotary) // tp, shape.heads * mla.value // tp
@@ -152,11 +167,17 @@ def elements_of(point: Point, shape: ModelSizes, layers: list[str], pp_rank: int
     embedding, depths = (shape.vocabulary // point["tp"], hidden), (model.get("mtp_layers") or 0) if is_last else 0
     built = layers + mtp_layers(point, shape, 1 if model.get("mtp_repeated") and depths else depths)
     parts = [matrices_of(point, shape, letter) for layer in built for letter in layer]
-    dense = [matrix for part in parts for matrix in part[0]] + [(hidden // point["tp"], 2 * hidden)] * (len(built) - len(layers))
+    dense = [matrix for part in parts for matrix in part[0]] + [(hidden // point["tp"], 2 * hidden)] * (
+        len(built) - len(layers)
+    )
     experts, vectors = [matrix for part in parts for matrix in part[1]], sum(part[2] for part in parts)
     if is_first:
         dense.append(embedding)
-        vectors += model.get("max_positions", point["seq_length"]) * hidden if model["position_embedding"] == "learned_absolute" else 0
+        vectors += (
+            model.get("max_positions", point["seq_length"]) * hidden
+            if model["position_embedding"] == "learned_absolute"
+            else 0
+        )
     if is_last:
         vectors += norm * (1 + 3 * (len(built) > len(layers)))
         # Tied embeddings of one stage are one; stages with MTP hold the input embedding, too.
@@ -194,14 +215,16 @@ def states_of(point: Point, elements: Elements) -> States:
 def workspaces(point: Point) -> float:
     """Two of cuBLAS and one of Transformer Engine, four more of it for grouped matrix products.
 
-    torch takes 32 MiB for cuBLAS on Hopper, and since the images of May 2026 on Blackwell (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    torch takes 32 MiB for cuBLAS on Hopper, and since the images of May 2026 on Blackwell
+    (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
     flags, hardware = point["flags"], point["hardware"]
     is_large = hardware.startswith("H") or (not hardware.startswith("A100") and point["source"]["date"] > "2026-05")
     blas = _LARGE if is_large or "CUBLAS_WORKSPACE_CONFIG" in (flags.get("env") or {}) else 8.5e6
     engine = 4.2e6 if hardware.startswith("A100") else _LARGE
     if flags.get("transformer_impl") == "local":
-        # Megatron's own attention writes all scores into one buffer; only layers with experts use Transformer Engine beside it.
+        # Megatron's own attention writes all scores into one buffer; only layers with experts use Transformer Engine
+        # beside it.
         scores = BF16 * point["micro_batch"] * point["model"]["heads"] // point["tp"] * point["seq_length"] ** 2
         return 2 * blas + scores + (engine if point["model"].get("moe") else 0)
     return 2 * blas + engine * (5 if flags.get("grouped_gemm") else 1)
@@ -221,7 +244,9 @@ def predict(point: Point) -> dict[str, float]:
     depths = (model.get("mtp_layers") or 0) if is_last else 0
     chunks[-1] = chunks[-1] + mtp_layers(point, shape, depths)
     microbatches, other = point["num_microbatches"] or 10**6, flags.get("other") or {}
-    counts = microbatches_in_flight(pp_rank, pp, vpp, microbatches, other.get("microbatch-group-size-per-virtual-pipeline-stage"))
+    counts = microbatches_in_flight(
+        pp_rank, pp, vpp, microbatches, other.get("microbatch-group-size-per-virtual-pipeline-stage")
+    )
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last, depths)
     recompute = point["recompute"] or {}
     is_unfused = flags.get("transformer_impl") == "local" or flags.get("attention_backend") == "unfused"
@@ -233,12 +258,15 @@ def predict(point: Point) -> dict[str, float]:
         is_sequence_parallel=point["sequence_parallel"],
         imbalance=NATURAL_IMBALANCE if is_natural else 1.0,
         recompute=frozenset(["full"] if recompute.get("granularity") == "full" else recompute.get("modules") or ()),
-        offloaded=frozenset(tensor for module in flags.get("activation_offload") or () for tensor in _OFFLOADED.get(module, ())),
+        offloaded=frozenset(
+            tensor for module in flags.get("activation_offload") or () for tensor in _OFFLOADED.get(module, ())
+        ),
         scores_length=point["seq_length"] if is_unfused else 0,
         hidden_dropout=model["hidden_dropout"] > 0,
         attention_dropout=model["attention_dropout"] > 0,
     )
-    # Since mid 2025 the output layer, too, takes its unused gradient from Transformer Engine's cache of one tensor for each shape.
+    # Since mid 2025 the output layer, too, takes its unused gradient from Transformer Engine's cache of one tensor for
+    # each shape.
     unused = BF16 * distinct if flags.get("gradient_accumulation_fusion") and point["source"]["date"] > "2025-06" else 0
     persistent = persistent_bytes(shape, stage, row, pp=pp, workspaces=workspaces(point) + unused)
     logits = logits_bytes(shape, stage, row, FUSED_LOGITS.get(flags.get("cross_entropy_fusion"), WHOLE_LOGIT))
@@ -263,12 +291,22 @@ def why_left_out(point: Point) -> str | None:
     parts = {"": point, **{part: point.get(part) or {} for part in _NEEDED if part}}
     missing = [f"{part}.{key}".lstrip(".") for part, keys in _NEEDED.items() for key in keys if key not in parts[part]]
     model = parts["model"]
-    missing += [f"model.{part}.{key}" for part, keys in _PARTS.items() if model.get(part) for key in keys.split() if key not in model[part]]
+    missing += [
+        f"model.{part}.{key}"
+        for part, keys in _PARTS.items()
+        if model.get(part)
+        for key in keys.split()
+        if key not in model[part]
+    ]
     if missing:
         return f"it lacks {', '.join(missing)}"
     if point["quality"] == "C" or point["kind"] in ("fp8", "fsdp", "lora", "rl") or point["precision"] != "bf16":
-        # Sharded parameters, 8-bit copies, adapters and engines in the same process follow other rules; quality C lacks arguments.
-        return f"kind {point['kind']}, quality {point['quality']}, precision {point['precision']}: not what the model is for"
+        # Sharded parameters, 8-bit copies, adapters and engines in the same process follow other rules; quality C lacks
+        # arguments.
+        return (
+            f"kind {point['kind']}, quality {point['quality']}, precision {point['precision']}: not what the "
+            "model is for"
+        )
     optimizer, recompute = point["optimizer"], point["recompute"] or {}
     layers = layers_of(point)
     values = [
@@ -281,9 +319,14 @@ def why_left_out(point: Point) -> str | None:
         *(("dtype", optimizer[key], _BYTES) for key in ("main_params", "exp_avg", "exp_avg_sq")),
         *(("model.hybrid_pattern", letter, "*-EM") for letter in set("".join(layers))),
         *(("recompute.modules", module, RECOMPUTED) for module in recompute.get("modules") or ()),
-        *(("flags.activation_offload", module, _OFFLOADED) for module in point["flags"].get("activation_offload") or ()),
+        *(
+            ("flags.activation_offload", module, _OFFLOADED)
+            for module in point["flags"].get("activation_offload") or ()
+        ),
     ]
-    strange = [f"{name}={value!r}, known: {', '.join(map(str, known))}" for name, value, known in values if value not in known]
+    strange = [
+        f"{name}={value!r}, known: {', '.join(map(str, known))}" for name, value, known in values if value not in known
+    ]
     strange += [f"model.{key}" for key in model if key not in _MODEL_KEYS]
     strange += [f"flags.other.{key}" for key in point["flags"].get("other") or () if key in _UNKNOWN]
     return f"it has what the model does not know: {'; '.join(strange)}" if strange else None
@@ -291,7 +334,11 @@ def why_left_out(point: Point) -> str | None:
 
 def rows_of(points: list[Point]) -> tuple[list[TableRow], dict[str, str]]:
     """Predicted and measured bytes of every point in MB, with errors as shares; and by id, why points are left out."""
-    fitted, rows, left_out = is_fitted(json.loads(FITTED.read_text(encoding="utf-8"))), list[TableRow](), dict[str, str]()
+    fitted, rows, left_out = (
+        is_fitted(json.loads(FITTED.read_text(encoding="utf-8"))),
+        list[TableRow](),
+        dict[str, str](),
+    )
     for point in points:
         name = str(point.get("id"))
         if reason := why_left_out(point):
@@ -305,7 +352,10 @@ def rows_of(points: list[Point]) -> tuple[list[TableRow], dict[str, str]]:
         row: TableRow = {"run": name, "fitted": "yes" if fitted.get(name) else "no"}
         for title, key in (("allocated", "allocated_bytes"), ("peak", "max_allocated_bytes")):
             measured = point["measured"][key]
-            row |= {f"{title} predicted MB": round(found[title] / _MB), f"{title} measured MB": round(measured / _MB) if measured else None}
+            row |= {
+                f"{title} predicted MB": round(found[title] / _MB),
+                f"{title} measured MB": round(measured / _MB) if measured else None,
+            }
             row[f"{title} error"] = round(found[title] / measured - 1, 4) if measured else None
         rows.append(row)
     return rows, left_out
@@ -329,7 +379,10 @@ def main() -> None:
     for name in ("allocated error", "peak error"):
         errors = errors_of(rows, name)
         if errors:
-            print(f"{name}: {len(errors)} runs that were not fitted, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+            print(
+                f"{name}: {len(errors)} runs that were not fitted, median {statistics.median(errors):.1%}, worst "
+                f"{max(errors):.1%}"
+            )
     if options.file.resolve().parent == FITTED.parent:
         record(f"plan_{options.file.stem}", rows, command=f"python -m scripts.bench.plan_points {options.file}")
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed of a refit in one host against a plain copy of the same bytes, at the same time of day, by as many processes.
 
-Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights are those of
-Nemotron-3-Nano-30B-A3B, all 52 layers and 128 experts, with the hidden size divided by --divide and nothing else. Matrices that a layout
-cuts along their columns have the hidden size as their height, so their rows, which strided copies run along, are as long as in the real
-model; matrices are smaller by the factor, so what a copy costs apart from its bytes weighs more than there. Repeats of copy and refit take
-turns.
+Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights are
+those of Nemotron-3-Nano-30B-A3B, all 52 layers and 128 experts, with the hidden size divided by --divide and nothing
+else. Matrices that a layout cuts along their columns have the hidden size as their height, so their rows, which strided
+copies run along, are as long as in the real model; matrices are smaller by the factor, so what a copy costs apart from
+its bytes weighs more than there. Repeats of copy and refit take turns.
 
-- refit: exchange and pull, ranks and workers at the same time as in a run, but all checksums are zero. Its speed is given as a share of
-  the plain copy's (one Tensor.copy_ by every engine worker of as many bytes as it has weights).
-- refit + verification: all of it, with the checksums that the ranks take and those that the workers compare. As a multiple of the time
-  of the plain copy. Bytes moved are those of this one.
+- refit: exchange and pull, ranks and workers at the same time as in a run, but all checksums are zero. Its speed is
+  given as a share of the plain copy's (one Tensor.copy_ by every engine worker of as many bytes as it has weights).
+- refit + verification: all of it, with the checksums that the ranks take and those that the workers compare. As a
+  multiple of the time of the plain copy. Bytes moved are those of this one.
 
 Prints a line for each pair of layouts and writes docs/data/refit.json.
 
@@ -61,13 +61,22 @@ class Case:
     engine: VllmParallel
     num_ranks: int = 2
     num_hosts: int = 1
-    """2: ranks may not read each other's arenas, as if they ran on two hosts; their messages still go through this one."""
+    """2: ranks may not read each other's arenas, as if they ran on two hosts; their messages still go through
+    this one.
+    """
 
     def layouts(self, hf_config: HfConfig) -> tuple[dict[int, Layout], dict[int, Layout]]:
         """Layouts of the trainer ranks, and of the engine's workers."""
-        tables, places = family(hf_config), {rank: self.policy.coords_of(rank, self.num_ranks) for rank in range(self.num_ranks)}
-        sources = {rank: tables.megatron_layout(hf_config, self.policy, place, "bfloat16") for rank, place in places.items()}
-        return sources, {worker: tables.vllm_layout(hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)}
+        tables, places = (
+            family(hf_config),
+            {rank: self.policy.coords_of(rank, self.num_ranks) for rank in range(self.num_ranks)},
+        )
+        sources = {
+            rank: tables.megatron_layout(hf_config, self.policy, place, "bfloat16") for rank, place in places.items()
+        }
+        return sources, {
+            worker: tables.vllm_layout(hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)
+        }
 
 
 CASES = {
@@ -101,14 +110,22 @@ class CountingGroup(ExchangeGroup):
     sent_bytes = 0
 
     def run(
-        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
+        self,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        *,
+        what: str,
+        meanwhile: Callable[[], None],
+        deadline: float,
     ) -> None:
         """One round."""
         self.sent_bytes += sum(message.buffer.nbytes for message in outgoing)
         super().run(outgoing, incoming, what=what, meanwhile=meanwhile, deadline=deadline)
 
 
-def build_trainer(state: State, rank: int, layout: Layout, schedule: Schedule, address: GroupAddress | None, device: str) -> GpuHandles:
+def build_trainer(
+    state: State, rank: int, layout: Layout, schedule: Schedule, address: GroupAddress | None, device: str
+) -> GpuHandles:
     """Random weights in an arena, and this rank's part of the exchange."""
     generator = torch.Generator(device).manual_seed(rank)
     weights = {
@@ -123,7 +140,9 @@ def build_trainer(state: State, rank: int, layout: Layout, schedule: Schedule, a
 
 def build_engine(state: State, layout: Layout, device: str) -> None:
     """Live tensors, and two buffers as large as all of them, up to a limit."""
-    state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device) for slot, item in layout.items()}
+    state.live = {
+        slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device) for slot, item in layout.items()
+    }
     state.num_bytes = sum(tensor.nbytes for tensor in state.live.values())
     buffer_bytes = min(state.num_bytes, MAX_COPY_BYTES)
     state.plain = torch.ones(buffer_bytes, dtype=torch.uint8, device=device)
@@ -142,7 +161,9 @@ def take_checksums(state: State, is_wanted: bool) -> None:
     """Sets whether this process takes checksums; else all of them are zero."""
 
     def take_none(self: Checksums) -> Tensor:
-        return torch.zeros(len(self._on_host) if self._on_device is None else self._on_device._num_values, dtype=torch.int64)
+        return torch.zeros(
+            len(self._on_host) if self._on_device is None else self._on_device._num_values, dtype=torch.int64
+        )
 
     Checksums.take = TAKE if is_wanted else take_none
 
@@ -249,7 +270,10 @@ def main() -> None:
         repeats = measure(CASES[name], hf_config, arguments.repeats, arguments.device)
         rows.append(row_of(name, arguments.divide, hf_config, arguments.device, repeats))
         print(
-            ", ".join(f"{key}: {value:.3g}" if isinstance(value, float) else f"{key}: {value}" for key, value in rows[-1].items()),
+            ", ".join(
+                f"{key}: {value:.3g}" if isinstance(value, float) else f"{key}: {value}"
+                for key, value in rows[-1].items()
+            ),
             flush=True,
         )
     if not arguments.no_record:

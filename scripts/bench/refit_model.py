@@ -25,8 +25,15 @@ from tests.long.record import Row
 
 MODELS = Path(__file__).parent / "models"
 FABRICS = {"InfiniBand": NETWORK, "EFA": (0.80, 0.40)}
-"""Shares of eight times 400 Gbit/s a node. For EFA no figure of a single transfer is published; it is assumed below InfiniBand."""
-ONE_NODE = ("tensor_model_parallel_size=1", "sequence_parallel=false", "pipeline_model_parallel_size=1", "context_parallel_size=1")
+"""Shares of eight times 400 Gbit/s a node. For EFA no figure of a single transfer is published; it is assumed below
+InfiniBand.
+"""
+ONE_NODE = (
+    "tensor_model_parallel_size=1",
+    "sequence_parallel=false",
+    "pipeline_model_parallel_size=1",
+    "context_parallel_size=1",
+)
 DEDICATED = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=2")
 GB = 1e-9
 
@@ -51,7 +58,9 @@ NANO, QWEN = ("nemotron3_nano_30b_a3b", "grpo_nanov3.yaml"), ("qwen3_30b_a3b", "
 CASES = (
     Case(*NANO, 1, megatron(*ONE_NODE)),
     # NeMo RL's issue 2808: EP8 and TP2 to engines of TP4 on GPUs of their own.
-    Case(*NANO, 4, (*DEDICATED, *megatron("pipeline_model_parallel_size=1", "context_parallel_size=1")), "0.48 to 0.55"),
+    Case(
+        *NANO, 4, (*DEDICATED, *megatron("pipeline_model_parallel_size=1", "context_parallel_size=1")), "0.48 to 0.55"
+    ),
     Case(*NANO, 8),
     Case(*NANO, 32),
     # slime, a model of 30B parameters; memory is woken and packed in that time too.
@@ -67,13 +76,19 @@ def once_per_node(refit: RefitTraffic, config: RunConfig, model: PlanModel) -> R
     least = least_bytes(ends.sources, ends.targets, gpu_of=ends.gpu_of, node_of=ends.node_of)
     share = least.between_nodes_once / least.between_nodes if least.between_nodes else 1.0
     network = round(share * refit.busiest["network"])
-    return replace(refit, busiest=refit.busiest | {"network": network, "node": refit.busiest["node"] + refit.busiest["network"] - network})
+    return replace(
+        refit,
+        busiest=refit.busiest
+        | {"network": network, "node": refit.busiest["node"] + refit.busiest["network"] - network},
+    )
 
 
 def rows_of(case: Case, folder: Path) -> list[Row]:
     """The predictions of a case on each kind of node."""
     shutil.copy(MODELS / f"{case.model}.config.json", folder / "config.json")
-    config = load_config(case.config, [f"policy.model_name={folder}", f"cluster.num_nodes={case.num_nodes}", *case.words])
+    config = load_config(
+        case.config, [f"policy.model_name={folder}", f"cluster.num_nodes={case.num_nodes}", *case.words]
+    )
     model = read_model(config)
     refit = plan_refit(config, model)
     alternative = once_per_node(refit, config, model)
@@ -83,7 +98,8 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
         weights = engine_memory(config, model, gpu).weights
         for fabric, shares in fabrics.items():
             times, other = (
-                refit_times(one, gpu, engine_weights=weights, num_calls=refit_calls(config), network=shares) for one in (refit, alternative)
+                refit_times(one, gpu, engine_weights=weights, num_calls=refit_calls(config), network=shares)
+                for one in (refit, alternative)
             )
             rows.append(
                 {

@@ -3,8 +3,9 @@
 
 Usage: python -m scripts.bench.spans RUN_FOLDER [--no-record]
 
-All shares are of the run's own fastest step. Its processes wrote their spans while they worked, so that their cost is counted: the number
-of spans of a step times what one costs here and now. The page is opened in a headless Chromium, if there is one.
+All shares are of the run's own fastest step. Its processes wrote their spans while they worked, so that their cost is
+counted: the number of spans of a step times what one costs here and now. The page is opened in a headless Chromium, if
+there is one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def span_rows(run: Path, step_s: float) -> list[Row]:
     """Spans in a step of the busiest process of each kind, and their share of its time."""
     with tempfile.TemporaryDirectory() as folder:
         spans.record_in(Path(folder) / f"x{spans.SUFFIX}")
-        span_s = seconds_of(lambda: spans.add("train_step", time.monotonic(), phase="train", host_bytes=1), count=NUM_CALLS)
+        span_s = seconds_of(
+            lambda: spans.add("train_step", time.monotonic(), phase="train", host_bytes=1), count=NUM_CALLS
+        )
         spans.stop()
     memory_s = seconds_of(spans.memory_facts, count=NUM_CALLS)
     windows = [window for step, window in list_windows(run).items() if step != START]
@@ -55,7 +58,11 @@ def span_rows(run: Path, step_s: float) -> list[Row]:
     most: list[tuple[str, float, Row]] = []
     for process, found in counts.items():
         spent_s = (found * span_s + facts[process] * memory_s) / len(windows)
-        row: Row = {"what": f"spans of {process}", "milliseconds": 1e3 * spent_s, "percent_of_a_step": 100 * spent_s / step_s}
+        row: Row = {
+            "what": f"spans of {process}",
+            "milliseconds": 1e3 * spent_s,
+            "percent_of_a_step": 100 * spent_s / step_s,
+        }
         most.append((process.rstrip(" 0123456789"), spent_s, row | {"spans_a_step": round(found / len(windows), 1)}))
     # Of one kind the last one stays, which is the busiest.
     return list({kind: row for kind, _, row in sorted(most, key=lambda one: one[:2])}.values())
@@ -68,9 +75,15 @@ def sample_row(run: Path) -> Row:
     for timeline in read_timelines(windows).values():
         spans_of_driver = next(lane["spans"] for lane in timeline["lanes"] if lane["name"] == "driver")
         # Each beside its own step: other work on the host slows both.
-        spent.append(sum(length for name, _, length, _ in spans_of_driver if name in ("wait: token_samples", "logging")) / 1e3)
+        spent.append(
+            sum(length for name, _, length, _ in spans_of_driver if name in ("wait: token_samples", "logging")) / 1e3
+        )
         shares.append(1e5 * spent[-1] / timeline["length"])
-    return {"what": "texts, tokens and metrics", "milliseconds": statistics.median(spent), "percent_of_a_step": statistics.median(shares)}
+    return {
+        "what": "texts, tokens and metrics",
+        "milliseconds": statistics.median(spent),
+        "percent_of_a_step": statistics.median(shares),
+    }
 
 
 def page_row(run: Path, what: str) -> Row:

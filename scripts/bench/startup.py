@@ -3,7 +3,8 @@
 
 Usage: python -m scripts.bench.startup [--no-record] [--repeats 3]
 
-The phases are those that every run logs and writes to metrics.jsonl as `time/start/*`. The model is in the cache: it has been used before.
+The phases are those that every run logs and writes to metrics.jsonl as `time/start/*`. The model is in the cache: it
+has been used before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,14 @@ def measure(folder: Path, num_ranks: int) -> dict[str, float]:
     run_folder = Path(tempfile.mkdtemp(dir=folder))
     overrides = ONE_STEP | {"checkpointing.checkpoint_dir": run_folder} | (ONE_RANK if num_ranks == 1 else {})
     started = time.monotonic()
-    run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *(f"{key}={value}" for key, value in overrides.items()), folder=folder)
+    run(
+        sys.executable,
+        "-m",
+        "mrl.train",
+        "grpo_tiny.yaml",
+        *(f"{key}={value}" for key, value in overrides.items()),
+        folder=folder,
+    )
     all_s = time.monotonic() - started
     (row,) = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     phases = {name.removeprefix("time/start/"): value for name, value in row.items() if name.startswith("time/start/")}

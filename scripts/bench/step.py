@@ -3,11 +3,11 @@
 
 Usage: python -m scripts.bench.step [--no-record] [--repeats 1] [--only MODEL]
 
-The parts: plain `vllm.LLM.generate` on the prompts of a step, with a seed for each rollout; bare Megatron's forward pass, for old logprobs,
-and its forward, backward and optimizer step on rows of as many tokens; a copy of the weights. Their sum is the least that a step needs.
-Every process has one thread, as in a run on a CPU host; plain vLLM has the kernels of CPU hosts (docs/cpu_hosts.md), without which vLLM has
-no such experts there, and a dense model's are measured, too. Models have 20 to 30 million parameters, so that arithmetic takes longer than
-what a request costs.
+The parts: plain `vllm.LLM.generate` on the prompts of a step, with a seed for each rollout; bare Megatron's forward
+pass, for old logprobs, and its forward, backward and optimizer step on rows of as many tokens; a copy of the weights.
+Their sum is the least that a step needs. Every process has one thread, as in a run on a CPU host; plain vLLM has the
+kernels of CPU hosts (docs/cpu_hosts.md), without which vLLM has no such experts there, and a dense model's are
+measured, too. Models have 20 to 30 million parameters, so that arithmetic takes longer than what a request costs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Case:
 
 # Steps of about 10 s on one core.
 CASES = (
-    *(Case(model, 1, new_tokens, num_prompts) for model in ("nemotron_h", "qwen3") for new_tokens, num_prompts in ((64, 4), (256, 2))),
+    *(
+        Case(model, 1, new_tokens, num_prompts)
+        for model in ("nemotron_h", "qwen3")
+        for new_tokens, num_prompts in ((64, 4), (256, 2))
+    ),
     Case("nemotron_h", 4, 64, 4),
 )
 
@@ -86,7 +90,9 @@ def main() -> None:
     """Measures, prints a JSON line per row, and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of mrl and turns of the parts (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of mrl and turns of the parts (default: %(default)s)"
+    )
     parser.add_argument("--only", help="measure this model alone")
     options = parser.parse_args()
     # Of the parts' processes, too: torch reads it when it is imported.
@@ -113,7 +119,10 @@ def measure(prepared: Path, case: Case, repeats: int) -> Row:
         parts.append(measure_parts(config_of(prepared, case), case.num_ranks))
         steps += times
         shares += [parts[-1].total / seconds for seconds in times]
-    medians = {name: [value for part in parts if (value := getattr(part, name)) is not None] for name in Parts.__dataclass_fields__}
+    medians = {
+        name: [value for part in parts if (value := getattr(part, name)) is not None]
+        for name in Parts.__dataclass_fields__
+    }
     return {
         "model": case.model,
         "policy ranks": case.num_ranks,
@@ -131,18 +140,30 @@ def measure(prepared: Path, case: Case, repeats: int) -> Row:
 def config_of(prepared: Path, case: Case) -> RunConfig:
     """The config of the run that `mrl_steps` starts, as far as the parts depend on it."""
     one = "tensor_model_parallel_size=1 expert_model_parallel_size=1 sequence_parallel=false".split()
-    words = [f"policy.model_name={prepared / 'model'}", f"policy.generation.max_new_tokens={case.new_tokens}", *case.batch]
-    words += [
-        f"data.{name}.data_path={prepared / 'data' / file}.jsonl" for name, file in (("train", "train"), ("validation", "validation"))
+    words = [
+        f"policy.model_name={prepared / 'model'}",
+        f"policy.generation.max_new_tokens={case.new_tokens}",
+        *case.batch,
     ]
-    words += [f"cluster.cpu_units_per_node={case.num_ranks}", *(f"policy.megatron_cfg.{size}" for size in one if case.num_ranks == 1)]
+    words += [
+        f"data.{name}.data_path={prepared / 'data' / file}.jsonl"
+        for name, file in (("train", "train"), ("validation", "validation"))
+    ]
+    words += [
+        f"cluster.cpu_units_per_node={case.num_ranks}",
+        *(f"policy.megatron_cfg.{size}" for size in one if case.num_ranks == 1),
+    ]
     return load_config("grpo_tiny.yaml", words)
 
 
 def measure_parts(config: RunConfig, num_ranks: int) -> Parts:
     """Seconds of each part, after one that warms up."""
     data = load_prompts(config)
-    prompts = [list(data.train[index].token_ids) for index in range(config.grpo.num_prompts_per_step) for _ in range(GENERATIONS)]
+    prompts = [
+        list(data.train[index].token_ids)
+        for index in range(config.grpo.num_prompts_per_step)
+        for _ in range(GENERATIONS)
+    ]
     has_experts = bool(sizes_of(read_hf_config(Path(config.policy.model_name), {})).experts)
     generate = in_process(plain_vllm, config, prompts, True)
     packed = None if has_experts else in_process(plain_vllm, config, prompts, False)
@@ -196,7 +217,8 @@ def plain_vllm(connection: Connection, config: RunConfig, prompts: list[list[int
     requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     length = generation.max_new_tokens
     sampling = [
-        SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=index, detokenize=False) for index in range(len(requests))
+        SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=index, detokenize=False)
+        for index in range(len(requests))
     ]
     connection.send(typical(lambda: llm.generate(requests, sampling, use_tqdm=False)))
 

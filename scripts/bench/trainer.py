@@ -3,8 +3,9 @@
 
 Usage: python -m scripts.bench.trainer [--no-record] [--repeats 9]
 
-Bare: Megatron's own cross entropy through its forward-backward schedule, then `optimizer.step()`. mrl: `set_batch` and GRPO's `train_step`,
-with log-probabilities, loss, routing statistics and metrics. Same processes, weights, rows and optimizer.
+Bare: Megatron's own cross entropy through its forward-backward schedule, then `optimizer.step()`. mrl: `set_batch` and
+GRPO's `train_step`, with log-probabilities, loss, routing statistics and metrics. Same processes, weights, rows and
+optimizer.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def rows_of(repeats: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), "nemotron_h")
         for case in CASES:
-            config = run_config(Path(name), case.layout, "policy.max_total_sequence_length=1024", "loss_fn.force_on_policy_ratio=true")
+            config = run_config(
+                Path(name), case.layout, "policy.max_total_sequence_length=1024", "loss_fn.force_on_policy_ratio=true"
+            )
             ours, bare = pool.run(measure, config, case, repeats, world_size=case.num_ranks, timeout_s=TIMEOUT_S)[0]
             ratios = [theirs / own for own, theirs in zip(ours, bare, strict=True)]
             yield {
@@ -89,7 +92,9 @@ def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[li
     with open_policy(rank, config) as policy:
         num_parts = case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size
         prompts = np.random.default_rng(0).integers(0, 256, (case.num_rollouts, case.prompt_tokens)).tolist()
-        rows = packed_rows(config, prompts, case.new_tokens, policy.dp_rank, row_tokens=case.row_tokens, num_parts=num_parts)
+        rows = packed_rows(
+            config, prompts, case.new_tokens, policy.dp_rank, row_tokens=case.row_tokens, num_parts=num_parts
+        )
         steps = (our_step, bare_step)
         seconds = take_turns({step: partial(timed, step, policy, rows) for step in steps}, repeats)
         return seconds[our_step], seconds[bare_step]
@@ -119,7 +124,10 @@ def packed_rows(
     lengths = [len(prompt) + new_tokens for prompt in prompts]
     plan = pack(lengths, algorithm="balanced", row_tokens=row_tokens, dp_size=num_parts, cost=SequenceCost(1.0, 0.01))
     multiples = dict(divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple)
-    return [pack_row({number: sequences[number] for number in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
+    return [
+        pack_row({number: sequences[number] for number in row}, **multiples, pad_token_id=PAD_TOKEN_ID)
+        for row in plan[index]
+    ]
 
 
 def our_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
@@ -148,7 +156,9 @@ def bare_pass(policy: PolicyRank, rows: list[PackedRow], *, forward_only: bool) 
 
     size = global_batch_size(rows)
 
-    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+    def forward_step(
+        iterator: Iterator[PackedRow], model: DistributedDataParallel
+    ) -> tuple[Tensor, Callable[..., object]]:
         row = next(iterator)
         # The model's routers count these tokens.
         show_row(model, row_tokens(row, size, row.token_ids_T.device))

@@ -30,7 +30,9 @@ def main() -> None:
         "one batch": dict(per_device_train_batch_size=rollouts, gradient_checkpointing=False),
     }
     rows = [json.loads(line) for line in (prepared / "data" / "train.jsonl").read_text().splitlines()]
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows])
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    )
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -38,7 +40,10 @@ def main() -> None:
             ends.append(time.monotonic())
 
     def is_right(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
-        return [float(completion[0]["content"].strip() == right) for completion, right in zip(completions, answer, strict=True)]
+        return [
+            float(completion[0]["content"].strip() == right)
+            for completion, right in zip(completions, answer, strict=True)
+        ]
 
     config = GRPOConfig(
         output_dir=str(out.with_suffix(".trl")),

@@ -3,11 +3,12 @@
 
 Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 1]
 
-Run it where `scripts/test.sh` has installed. TRL gets an environment of its own (build/trl), with the same torch and transformers.
-Every rollout has exactly as many tokens as the row says. The first steps of each run warm up and are not counted. TRL runs with its
-defaults (8 rollouts at a time, activations recomputed), and in one batch, the fastest setting found for the tiny model. One update a step
-needs no pass for old logprobs: neither makes one. mrl's processes have one thread each; a single policy rank and its engine, which take
-turns, are measured with two, too. Target with 20 M: mrl's best setting takes no longer than TRL's best.
+Run it where `scripts/test.sh` has installed. TRL gets an environment of its own (build/trl), with the same torch and
+transformers. Every rollout has exactly as many tokens as the row says. The first steps of each run warm up and are not
+counted. TRL runs with its defaults (8 rollouts at a time, activations recomputed), and in one batch, the fastest
+setting found for the tiny model. One update a step needs no pass for old logprobs: neither makes one. mrl's processes
+have one thread each; a single policy rank and its engine, which take turns, are measured with two, too. Target with 20
+M: mrl's best setting takes no longer than TRL's best.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SETTINGS = ((DEFAULTS, 2), ("one batch", 2), ("one batch", 1))
 """TRL's settings, and its threads."""
 TINY, WIDE = "0.4 M", "20 M"
 TARGET = 1.0
-TWO_THREADS = [f"policy.{section}.env_vars={{OMP_NUM_THREADS: '2'}}" for section in ("megatron_cfg", "generation.vllm_cfg")]
+TWO_THREADS = [
+    f"policy.{section}.env_vars={{OMP_NUM_THREADS: '2'}}" for section in ("megatron_cfg", "generation.vllm_cfg")
+]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ def main() -> None:
                     times += mrl_steps(folders[case.model], num_ranks, case.new_tokens, case.num_steps, *words)
                 for setting, times in theirs.items():
                     times += trl_steps(folders[case.model], case.num_rollouts, case.new_tokens, *setting)
-            found = {(own, setting): row_of(case, own, setting, ours[own], theirs[setting]) for own in ours for setting in theirs}
+            found = {
+                (own, setting): row_of(case, own, setting, ours[own], theirs[setting])
+                for own in ours
+                for setting in theirs
+            }
             best = min((own for own in ours if own[0] == 1), key=lambda own: statistics.median(ours[own]))
             if case.model == WIDE:
                 found[best, min(theirs, key=lambda setting: statistics.median(theirs[setting]))]["at least"] = TARGET
@@ -114,7 +121,10 @@ def row_of(case: Case, own: tuple[int, int], setting: tuple[str, int], ours: lis
 def install_trl() -> None:
     """Makes TRL's environment unless it is there."""
     python = TRL_ENVIRONMENT / "bin" / "python"
-    if python.exists() and not subprocess.run([python, "-c", "import trl"], capture_output=True, timeout=TIMEOUT_S).returncode:
+    if (
+        python.exists()
+        and not subprocess.run([python, "-c", "import trl"], capture_output=True, timeout=TIMEOUT_S).returncode
+    ):
         return
     pins = [*("--constraint", ROOT / "constraints-cpu.txt"), *("--index-strategy", "unsafe-best-match")]
     make = ["venv", "--quiet", "--clear", "--python", sys.executable, TRL_ENVIRONMENT]
@@ -143,7 +153,10 @@ def mrl_steps(prepared: Path, num_ranks: int, new_tokens: int, num_steps: int, *
         "checkpointing.checkpoint_dir": run_folder,
         "logger.tensorboard_enabled": "false",
     }
-    words = [*(f"{key}={value}" for key, value in settings.items()), *(f"policy.megatron_cfg.{size}" for size in one if num_ranks == 1)]
+    words = [
+        *(f"{key}={value}" for key, value in settings.items()),
+        *(f"policy.megatron_cfg.{size}" for size in one if num_ranks == 1),
+    ]
     run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *words, *overrides, folder=run_folder)
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [row["time/total"] for row in rows if row["step"] > WARM_UP]
@@ -151,7 +164,10 @@ def mrl_steps(prepared: Path, num_ranks: int, new_tokens: int, num_steps: int, *
 
 def batch_of(num_rollouts: int) -> list[str]:
     """Overrides of grpo_tiny.yaml for so many rollouts a step."""
-    return [f"grpo.num_prompts_per_step={num_rollouts // GENERATIONS}", f"policy.train_global_batch_size={num_rollouts}"]
+    return [
+        f"grpo.num_prompts_per_step={num_rollouts // GENERATIONS}",
+        f"policy.train_global_batch_size={num_rollouts}",
+    ]
 
 
 def trl_steps(prepared: Path, num_rollouts: int, new_tokens: int, settings: str, num_threads: int) -> list[float]:

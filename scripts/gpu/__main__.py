@@ -34,7 +34,12 @@ def run(check: Check, setup: Setup, folder: Path) -> bool:
         rows, outcome = [gpu_columns()], f"failed: {type(error).__name__}: {str(error)[:200]}"
     print(f"{check.name}: {outcome}", flush=True)
     for row in rows:
-        print("  " + ", ".join(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}" for key, value in row.items()))
+        print(
+            "  "
+            + ", ".join(
+                f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}" for key, value in row.items()
+            )
+        )
     shown = [{"result": outcome.replace("|", "/").replace("\n", " "), **row} for row in rows]
     record(f"gpu_{check.name}", shown, folder=folder, command=f"bash scripts/gpu_check.sh {check.tier}")
     return outcome == "passed"
@@ -47,9 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tier", choices=("a", "b"), default="a")
     parser.add_argument("--only", choices=[check.name for check in CHECKS], help="one check")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the checks themselves, at a small size")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the checks themselves, at a small size"
+    )
     parser.add_argument("--gigabytes", type=float, help="of weights; by default what fits")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder for the engine of tier b; by default a small model")
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face folder for the engine of tier b; by default a small model"
+    )
     parser.add_argument("--out", type=Path, default=DATA_FOLDER, help="where results go")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -53,7 +53,9 @@ def doctor(setup: Setup) -> list[Row]:
             findings = refit.examine(config, load_prompts(config), Path(logs))
         for finding in findings:
             name = f"{finding.check.name} {finding.subject}".strip()
-            rows.append({"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()})
+            rows.append(
+                {"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()}
+            )
             if not finding.is_ok:
                 failed.append(f"{name} in {precision}")
     if failed:
@@ -78,11 +80,16 @@ def sleep(setup: Setup) -> list[Row]:
     from tests.rollouts import differences, random_requests, run
 
     is_gpu = setup.device == "cuda"
-    limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu)
+    limits = VllmConfig(
+        max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu
+    )
     limits.precision = "bfloat16" if is_gpu else "float32"
-    # Graphs of a few sizes, of the model as it is: vLLM would compile it and capture 51 sizes, which sleep and wake alike.
+    # Graphs of a few sizes, of the model as it is: vLLM would compile it and capture 51 sizes, which sleep and wake
+    # alike.
     graphs = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 8, 64, NUM_REQUESTS]}} if is_gpu else {}
-    config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, vllm_kwargs=graphs, colocated=ColocatedConfig(enabled=True))
+    config = GenerationConfig(
+        max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, vllm_kwargs=graphs, colocated=ColocatedConfig(enabled=True)
+    )
     with small_model() if setup.model is None else nullcontext(setup.model) as folder:
         engine = Engine(str(folder), config, seed=1, worker_timeout_s=300.0)
     requests = random_requests(NUM_REQUESTS if is_gpu else 8, max_new_tokens=NUM_NEW_TOKENS)
@@ -95,7 +102,9 @@ def sleep(setup: Setup) -> list[Row]:
         enter(engine, "generate")
         started = time.perf_counter()
         after = run(engine, requests)
-        row["tokens per s"] = sum(len(rollout.token_ids) for rollout in after.values()) / (time.perf_counter() - started)
+        row["tokens per s"] = sum(len(rollout.token_ids) for rollout in after.values()) / (
+            time.perf_counter() - started
+        )
         changed = differences(before, after)
         row["logprob, all sleeps: s"] = enter(engine, "logprob")
         enter(engine, "train")

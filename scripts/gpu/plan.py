@@ -76,7 +76,12 @@ CHECKS = (
     Check("mamba", "a", "scripts.gpu.policy_checks:mamba", ("mamba_ssm", "causal_conv1d", "einops")),
     Check("doctor", "b", "scripts.gpu.engine_checks:doctor", ("vllm", "ray", "megatron")),
     Check("sleep", "b", "scripts.gpu.engine_checks:sleep", ("vllm",)),
-    Check("train", "b", "scripts.gpu.policy_checks:train", ("megatron", "safetensors", "transformer_engine", "mamba_ssm", "causal_conv1d")),
+    Check(
+        "train",
+        "b",
+        "scripts.gpu.policy_checks:train",
+        ("megatron", "safetensors", "transformer_engine", "mamba_ssm", "causal_conv1d"),
+    ),
 )
 """The docstring of its function, and docs/gpu_status.md, say what a check shows."""
 

@@ -58,7 +58,8 @@ SMALL = dict(
     num_key_value_heads=2,
     head_dim=32,
 )
-# Layers of the real size, with all experts: 2 of 23 MoE layers, whose 3.4 B parameters and optimizer state fit into 80 GB.
+# Layers of the real size, with all experts: 2 of 23 MoE layers, whose 3.4 B parameters and optimizer state fit into 80
+# GB.
 LARGE = dict(hybrid_override_pattern="MEM*EM", num_hidden_layers=6)
 
 # Dense bfloat16 operations a second, by part of the GPU's name (NVIDIA's data sheets).
@@ -83,7 +84,10 @@ def gradients(setup: Setup) -> list[Row]:
                 results.append(ranks.run(layout_ranks.gradients, config, folder, rows, world_size=1, timeout_s=300)[0])
     (loss, found, _), (expected_loss, expected, _) = results
     assert found.keys() == expected.keys()
-    errors = {name: float(np.linalg.norm(found[name] - grad) / max(np.linalg.norm(grad), 1e-30)) for name, grad in expected.items()}
+    errors = {
+        name: float(np.linalg.norm(found[name] - grad) / max(np.linalg.norm(grad), 1e-30))
+        for name, grad in expected.items()
+    }
     worst = max(errors, key=lambda name: errors[name])
     row: Row = {
         "layers": layers(),
@@ -167,8 +171,15 @@ def compare_scans(setup: Setup, kernel: Scan) -> list[Row]:
     rows: list[Row] = []
     for dtype, limit in MAX_KERNEL_ERROR.items():
         generator = torch.Generator().manual_seed(0)
-        shapes = dict(zxbcdt=(1, num_tokens, heads * head_dim + channels + heads), weight=(channels, 4), bias=(channels,), dt_bias=(heads,))
-        values = {name: torch.randn(shape, generator=generator).to(dtype).to(setup.device) for name, shape in shapes.items()}
+        shapes = dict(
+            zxbcdt=(1, num_tokens, heads * head_dim + channels + heads),
+            weight=(channels, 4),
+            bias=(channels,),
+            dt_bias=(heads,),
+        )
+        values = {
+            name: torch.randn(shape, generator=generator).to(dtype).to(setup.device) for name, shape in shapes.items()
+        }
         values["dt_bias"] = values["dt_bias"].float()
         # The mixer keeps D in the precision of its parameters, and A is computed in float32.
         A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator).to(dtype)
@@ -179,7 +190,10 @@ def compare_scans(setup: Setup, kernel: Scan) -> list[Row]:
         constants = (A.to(setup.device), D.float().to(setup.device))
         ours = _scan(mamba_torch.mamba_split_conv1d_scan_combined, exact, constants, upstream, settings)
         errors = {name: float((theirs[name].float() - ours[name]).norm() / ours[name].norm()) for name in ours}
-        row: Row = {"dtype": str(dtype).removeprefix("torch."), **{f"error of {name}": error for name, error in errors.items()}}
+        row: Row = {
+            "dtype": str(dtype).removeprefix("torch."),
+            **{f"error of {name}": error for name, error in errors.items()},
+        }
         rows.append({**row, "at most": limit, **gpu_columns()})
         if not max(errors.values()) <= limit:
             raise Missed(f"relative errors in {dtype}: {errors}", rows)
@@ -187,7 +201,11 @@ def compare_scans(setup: Setup, kernel: Scan) -> list[Row]:
 
 
 def _scan(
-    scan: Scan, values: Mapping[str, Tensor], constants: tuple[Tensor, Tensor], upstream: Tensor, settings: Mapping[str, object]
+    scan: Scan,
+    values: Mapping[str, Tensor],
+    constants: tuple[Tensor, Tensor],
+    upstream: Tensor,
+    settings: Mapping[str, object],
 ) -> dict[str, Tensor]:
     """Output and gradients."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
@@ -197,7 +215,9 @@ def _scan(
 
 
 @contextmanager
-def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool) -> Iterator[PolicyRank]:
+def one_policy(
+    hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool
+) -> Iterator[PolicyRank]:
     """A one-rank policy with random weights; colocated: optimizer leaves the GPU between steps, as beside engines."""
     from mrl.config.schema.run import RunConfig
     from mrl.policy.parallel import Meeting
@@ -234,7 +254,9 @@ def walk(setup: Setup) -> list[Row]:
         hf_config |= {"hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
     rows = [layout_ranks.packed_row(row) for row in random_rows([[1024 if is_large else 64]] * 2, vocab_size=264)]
     found, held = list[Row](), dict[tuple[int, str], int]()
-    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=True) as policy:
+    with one_policy(
+        hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=True
+    ) as policy:
         work: dict[Phase, Callable[[], object]] = {
             "refit": policy.settle,
             "generate": lambda: None,
@@ -260,8 +282,12 @@ def train(setup: Setup) -> list[Row]:
     is_large = setup.device == "cuda"
     hf_config: dict[str, Any] = {**narrowed(1), **(LARGE if is_large else SMALL)}
     num_rows, length = 2, 8192 if is_large else 64
-    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=hf_config["vocab_size"])]
-    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=False) as policy:
+    rows = [
+        layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=hf_config["vocab_size"])
+    ]
+    with one_policy(
+        hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=False
+    ) as policy:
 
         def step() -> None:
             policy.enter("logprob")
@@ -275,7 +301,12 @@ def train(setup: Setup) -> list[Row]:
     # Two operations a parameter and token in each of: old logprobs, forward, and twice in backward.
     flops = 8 * active * num_tokens / taken
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in str(gpu_columns()["GPU"])), None)
-    row: Row = {"active parameters": active, "tokens of a step": num_tokens, "seconds": taken, "tokens per s": num_tokens / taken}
+    row: Row = {
+        "active parameters": active,
+        "tokens of a step": num_tokens,
+        "seconds": taken,
+        "tokens per s": num_tokens / taken,
+    }
     return [{**row, "TFLOP/s": flops / 1e12, "MFU": flops / peak if peak else None, **gpu_columns()}]
 
 

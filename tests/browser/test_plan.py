@@ -14,8 +14,14 @@ from mrl.plan.__main__ import main
 from scripts.chromium import Tab, find_chromium, open_tab
 from tests.sources import ROOT
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)")
-ONE_NODE = ["cluster.num_nodes=1", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"
+)
+ONE_NODE = [
+    "cluster.num_nodes=1",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+]
 ONE_NODE += ["policy.megatron_cfg.pipeline_model_parallel_size=1", "policy.megatron_cfg.context_parallel_size=1"]
 
 
@@ -45,18 +51,23 @@ def texts(tab: Tab, selector: str) -> list[str]:
 def test_a_bar_tells_its_parts_under_the_mouse(tab: Tab):
     # The middle of six phases: train is the third.
     tab.evaluate("document.querySelector('.chart').scrollIntoView()")
-    box = tab.evaluate("(() => { const r = document.querySelector('.u-over').getBoundingClientRect(); return [r.x, r.y, r.width] })()")
+    box = tab.evaluate(
+        "(() => { const r = document.querySelector('.u-over').getBoundingClientRect(); return [r.x, r.y, r.width] })()"
+    )
     assert isinstance(box, list)
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + box[2] * 2.5 / 6, y=box[1] + 40)
     tab.wait("document.querySelector('.chart .u-series .u-value').textContent.startsWith('train')")
-    told = dict(zip(texts(tab, ".chart:nth-child(1) .u-label"), texts(tab, ".chart:nth-child(1) .u-value"), strict=True))
+    told = dict(
+        zip(texts(tab, ".chart:nth-child(1) .u-label"), texts(tab, ".chart:nth-child(1) .u-value"), strict=True)
+    )
     # 12 bytes of 3.95 billion elements (docs/plan.md), and two of 5.87 billion.
     assert told["optimizer"] == "44.11" and told["gradients"] == "10.94" and told["KV cache"] == "0.00"
     # The highest pixels of the bar of train are of a part, and the same height over the bar of load is empty.
     colours = tab.evaluate(
-        "(() => { const c = document.querySelector('.chart canvas'), p = uPlot.pxRatio, o = document.querySelector('.u-over'), "
-        "x = (share) => (o.offsetLeft + o.clientWidth * share) * p, y = (o.offsetTop + o.clientHeight * 0.25) * p; "
-        "return [2.5 / 6, 0.5 / 6].map((share) => c.getContext('2d').getImageData(x(share), y, 1, 1).data[3]) })()"
+        "(() => { const c = document.querySelector('.chart canvas'), p = uPlot.pxRatio, o = "
+        "document.querySelector('.u-over'), x = (share) => (o.offsetLeft + o.clientWidth * share) * p, y = "
+        "(o.offsetTop + o.clientHeight * 0.25) * p; return [2.5 / 6, 0.5 / 6].map((share) => "
+        "c.getContext('2d').getImageData(x(share), y, 1, 1).data[3]) })()"
     )
     assert colours == [255, 0]
 
@@ -66,7 +77,11 @@ def test_a_click_on_a_head_sorts_the_layouts(tab: Tab):
     column = texts(tab, f"{table} th").index("GiB") + 1
 
     def shown() -> list[float]:
-        return [float(text) for text in texts(tab, f"h2 + {table.removeprefix('section ')} td:nth-child({column})") if "." in text]
+        return [
+            float(text)
+            for text in texts(tab, f"h2 + {table.removeprefix('section ')} td:nth-child({column})")
+            if "." in text
+        ]
 
     def click() -> None:
         tab.evaluate(f"document.querySelector('{table} th:nth-child({column})').click()")

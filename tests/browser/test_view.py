@@ -17,9 +17,13 @@ from scripts.chromium import Tab, find_chromium, open_tab
 from tests.browser.test_plan import texts
 from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)")
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"
+)
 
-ATTACK = "<img src=https://example.com/x onerror=window.owned=1></pre></script><script>window.owned=1</script>\x1b[2J\u202e"
+ATTACK = (
+    "<img src=https://example.com/x onerror=window.owned=1></pre></script><script>window.owned=1</script>\x1b[2J\u202e"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,8 @@ def open_report(tab: Tab, folder: Path, **size: int) -> None:
 
 def choose(tab: Tab, label: str, value: str) -> None:
     tab.evaluate(
-        f"(() => {{ const e = document.querySelector('[aria-label={json.dumps(label)}]'); e.value = {json.dumps(value)}; "
+        f"(() => {{ const e = document.querySelector('[aria-label={json.dumps(label)}]'); e.value = "
+        f"{json.dumps(value)}; "
         "e.dispatchEvent(new Event('change')); })()"
     )
 
@@ -55,7 +60,9 @@ def choose(tab: Tab, label: str, value: str) -> None:
 def draw_all_tabs(tab: Tab) -> list[str]:
     names = texts(tab, "nav button")
     for name in names:
-        tab.evaluate(f"[...document.querySelectorAll('nav button')].find((e) => e.textContent === {json.dumps(name)}).click()")
+        tab.evaluate(
+            f"[...document.querySelectorAll('nav button')].find((e) => e.textContent === {json.dumps(name)}).click()"
+        )
         tab.wait(f"document.querySelector('main').dataset.shown === {json.dumps(name.lower())}")
         assert len(str(tab.evaluate("document.querySelector('main').textContent"))) > 50
     return names
@@ -74,17 +81,33 @@ def test_every_tab_is_drawn_without_an_error_and_a_request(tab: Tab, tmp_path: P
         (
             "dpo",
             {"train/accuracy": 0.5, "train/rewards_margin_mean": 0.1, "val/validation-default_loss": 0.7},
-            ["Held-out loss", "Preferred answers that win", "Reward margin of the preferred answer", "Loss", "Gradient norm"],
+            [
+                "Held-out loss",
+                "Preferred answers that win",
+                "Reward margin of the preferred answer",
+                "Loss",
+                "Gradient norm",
+            ],
         ),
         ("rm", {"train/accuracy": 0.5}, ["Preferred answers that win", "Loss", "Gradient norm"]),
     ],
 )
-def test_a_run_without_engines_has_the_curves_that_it_has(tab: Tab, tmp_path: Path, algorithm: str, metrics: dict, titles: list[str]):
+def test_a_run_without_engines_has_the_curves_that_it_has(
+    tab: Tab, tmp_path: Path, algorithm: str, metrics: dict, titles: list[str]
+):
     folder = tmp_path / algorithm
     folder.mkdir()
-    (folder / "config.yaml").write_text(f"algorithm: {algorithm}\n{algorithm}: {{max_num_steps: 9}}\npolicy: {{model_name: tiny}}\n")
+    (folder / "config.yaml").write_text(
+        f"algorithm: {algorithm}\n{algorithm}: {{max_num_steps: 9}}\npolicy: {{model_name: tiny}}\n"
+    )
     own = {"train/loss": 1.0, "train/grad_norm": 1.0, "time/total": 2.0, "time/train": 1.5} | metrics
-    write_metrics(folder, [{"step": step, "train/lr": 0.1, **{name: value + step for name, value in own.items()}} for step in range(1, 4)])
+    write_metrics(
+        folder,
+        [
+            {"step": step, "train/lr": 0.1, **{name: value + step for name, value in own.items()}}
+            for step in range(1, 4)
+        ],
+    )
     open_report(tab, folder)
     tab.wait("document.querySelector('.chart canvas')")
     assert texts(tab, ".u-title") == [*titles, "Seconds by phase"] and "3 of 9" in texts(tab, "dd")
@@ -97,7 +120,9 @@ def test_a_chart_tells_the_value_under_the_mouse(tab: Tab, tmp_path: Path):
     tab.wait("document.querySelector('.chart canvas')")
     tab.move_to(".chart .u-over")
     # The middle of steps 0 to 5; the rewards of 1 to 5 are 0.11 to 0.15.
-    tab.wait("['0.12', '0.13'].includes(document.querySelector('.chart .u-series:nth-child(2) .u-value').textContent.trim())")
+    tab.wait(
+        "['0.12', '0.13'].includes(document.querySelector('.chart .u-series:nth-child(2) .u-value').textContent.trim())"
+    )
 
 
 def test_seconds_by_phase_add_up_with_small_phases_together(tab: Tab, tmp_path: Path):
@@ -107,7 +132,12 @@ def test_seconds_by_phase_add_up_with_small_phases_together(tab: Tab, tmp_path: 
     open_report(tab, folder)
     tab.wait("charts.some(([plot]) => plot.series.some((one) => one.label === 'generation'))")
     plot = "charts.find(([plot]) => plot.series.some((one) => one.label === 'generation'))[0]"
-    assert tab.evaluate(f"{plot}.series.map((one) => one.label)") == ["step", "other: teacher, refit, checkpoint", "train", "generation"]
+    assert tab.evaluate(f"{plot}.series.map((one) => one.label)") == [
+        "step",
+        "other: teacher, refit, checkpoint",
+        "train",
+        "generation",
+    ]
     assert tab.evaluate(f"{plot}.data.slice(1).map((column) => [column[0], Number(column[1].toFixed(2))])") == [
         [None, 4.03],
         [None, 4.0],
@@ -133,7 +163,9 @@ def test_environments_have_curves_of_their_own_where_there_are_several(tab: Tab,
     open_report(tab, folder)
     tab.wait("document.querySelector('.chart canvas')")
     assert "Reward by environment" not in texts(tab, ".u-title")
-    write_metrics(folder, [row(step, rollout__math__reward=0.1 * step, rollout__code__reward=0.2) for step in range(1, 6)])
+    write_metrics(
+        folder, [row(step, rollout__math__reward=0.1 * step, rollout__code__reward=0.2) for step in range(1, 6)]
+    )
     open_report(tab, folder)
     tab.wait("document.querySelector('.chart canvas')")
     assert "Reward by environment" in texts(tab, ".u-title") and "rollout/code/reward" in texts(tab, ".u-label")
@@ -153,7 +185,9 @@ def test_the_page_leads_to_its_tabs_and_to_the_files_of_the_run(tab: Tab, tmp_pa
 
 def test_the_page_is_dark_where_the_reader_wants_it(tab: Tab, tmp_path: Path):
     def brightness(part: str) -> int:
-        return sum(int(found) for found in re.findall(r"\d+", str(tab.evaluate(f"getComputedStyle(document.body).{part}")))[:3])
+        return sum(
+            int(found) for found in re.findall(r"\d+", str(tab.evaluate(f"getComputedStyle(document.body).{part}")))[:3]
+        )
 
     folder = make_run(tmp_path / "run")
     for mode, is_dark in (("dark", True), ("light", False)):
@@ -164,7 +198,10 @@ def test_the_page_is_dark_where_the_reader_wants_it(tab: Tab, tmp_path: Path):
 
 def test_a_narrow_screen_needs_no_scrolling_sideways(tab: Tab, tmp_path: Path):
     folder = make_run(tmp_path / "run")
-    write_metrics(folder, [row(step, **{"performance__policy_training_tokens_per_sec_per_gpu_and_more": 1.0}) for step in range(1, 6)])
+    write_metrics(
+        folder,
+        [row(step, **{"performance__policy_training_tokens_per_sec_per_gpu_and_more": 1.0}) for step in range(1, 6)],
+    )
     open_report(tab, folder, width=390, height=800)
     tab.wait("document.querySelector('.chart canvas')")
     for name in texts(tab, "nav button"):
@@ -207,12 +244,17 @@ def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):
     tab.evaluate("document.querySelector('[data-tokens]').click()")
     assert texts(tab, ".token") == ["1+", "<b>", "9", "<eos>"] and texts(tab, ".token.special") == ["<eos>"]
     assert texts(tab, ".token.given") == ["1+", "9"]
-    assert texts(tab, ".turn small") == ["prompt, 1 token", "turn 1, 1 token", "environment, 1 token", "turn 2, 1 token"]
+    assert texts(tab, ".turn small") == [
+        "prompt, 1 token",
+        "turn 1, 1 token",
+        "environment, 1 token",
+        "turn 2, 1 token",
+    ]
     tab.move_to(".turn:nth-of-type(2) .token")
     tab.wait("document.querySelector('.tip').textContent.includes('token 6')")
     assert texts(tab, ".tip") == [
-        "token 6 at 1 · generator logprob -0.25 · trainer logprob -0.5 · |dlogp| 2.50e-1 · entropy 0.25 · probability 0.7788 · "
-        "advantage 2 · in the loss"
+        "token 6 at 1 · generator logprob -0.25 · trainer logprob -0.5 · |dlogp| 2.50e-1 · entropy 0.25 · "
+        "probability 0.7788 · advantage 2 · in the loss"
     ]
     tone = "getComputedStyle(document.querySelectorAll('.token')[{}]).backgroundColor"
     assert tab.evaluate(tone.format(1)) != tab.evaluate(tone.format(0)) == "rgba(0, 0, 0, 0)"
@@ -225,7 +267,12 @@ def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):
 
 def test_tool_calls_of_the_model_are_marked(tab: Tab, tmp_path: Path):
     said = ["<tool_call>", "<tool", "_call>", "add", "</tool_call>", " and ", "<tool_call>sub", "<eos>"]
-    tokens = {"token_ids": list(range(8)), "token_texts": said, "token_special": [0] * 8, "token_generated": [0] + [1] * 7}
+    tokens = {
+        "token_ids": list(range(8)),
+        "token_texts": said,
+        "token_special": [0] * 8,
+        "token_generated": [0] + [1] * 7,
+    }
     tokens |= {name: [0.0] * 8 for name in ("token_loss_mask", "token_advantages", "generation_logprobs")}
     folder = make_run(tmp_path / "run", num_steps=1)
     write_dump(folder, 1, [rollout(0, "calls", **tokens)])
@@ -241,7 +288,10 @@ def test_an_agents_turns_say_what_is_not_trained(tab: Tab, tmp_path: Path):
     said = ["ask", "first", "tool", "<TOOLCALL>add", "</TOOLCALL>", "tool", "last"]
     tokens: dict[str, object] = {"token_ids": list(range(7)), "token_texts": said, "token_special": [0] * 7}
     tokens |= {name: [0.0] * 7 for name in ("token_loss_mask", "token_advantages", "generation_logprobs")}
-    tokens |= {"token_generated": [0] * 6 + [1], "token_untrained": [[1, 2, "elsewhere"], [3, 5, "forced"], [7, 9, "cut"]]}
+    tokens |= {
+        "token_generated": [0] * 6 + [1],
+        "token_untrained": [[1, 2, "elsewhere"], [3, 5, "forced"], [7, 9, "cut"]],
+    }
     other = tokens | {"token_generated": [0, 1, 0, 0, 0, 0, 0], "token_untrained": []}
     folder = make_run(tmp_path / "run", num_steps=1)
     write_dump(folder, 1, [rollout(0, "calls", **tokens, further=[other])])
@@ -256,7 +306,11 @@ def test_an_agents_turns_say_what_is_not_trained(tab: Tab, tmp_path: Path):
 
 def test_what_a_model_writes_stays_text(tab: Tab, tmp_path: Path):
     folder = make_run(tmp_path / "run", num_steps=1)
-    write_dump(folder, 1, [rollout(0, ATTACK, content=[ATTACK, ATTACK], prompt_id=ATTACK, environment=ATTACK, finish_reason=ATTACK)])
+    write_dump(
+        folder,
+        1,
+        [rollout(0, ATTACK, content=[ATTACK, ATTACK], prompt_id=ATTACK, environment=ATTACK, finish_reason=ATTACK)],
+    )
     open_report(tab, folder)
     tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
     tab.wait("document.querySelector('.card pre')")
@@ -268,8 +322,14 @@ def test_what_a_model_writes_stays_text(tab: Tab, tmp_path: Path):
 def test_a_script_that_enters_the_page_does_not_run(tab: Tab, tmp_path: Path):
     """The second wall: the page's security policy, should a text ever become markup."""
     open_report(tab, make_run(tmp_path / "run"))
-    tab.evaluate("(() => { document.querySelector('main').innerHTML = '<img src=https://example.com/x onerror=window.owned=1>'; })()")
-    tab.evaluate("(() => { const s = document.createElement('script'); s.textContent = 'window.owned=1'; document.body.append(s); })()")
+    tab.evaluate(
+        "(() => { document.querySelector('main').innerHTML = '<img src=https://example.com/x "
+        "onerror=window.owned=1>'; })()"
+    )
+    tab.evaluate(
+        "(() => { const s = document.createElement('script'); s.textContent = 'window.owned=1'; "
+        "document.body.append(s); })()"
+    )
     assert tab.evaluate("new Promise((done) => setTimeout(() => done(window.owned === undefined), 300))")
     assert any("Content Security Policy" in error for error in tab.errors)
 
@@ -321,21 +381,28 @@ def test_a_timeline_tells_who_works_and_who_waits(tab: Tab, tmp_path: Path):
         "engine 0",
         "rewards: math worker 0",
     ]
-    assert texts(tab, ".lane:nth-child(2) .bar") == ["step", "generation", "wait: train_step"] and texts(tab, ".bar.waits") == [
-        "wait: train_step"
-    ]
+    assert texts(tab, ".lane:nth-child(2) .bar") == ["step", "generation", "wait: train_step"] and texts(
+        tab, ".bar.waits"
+    ) == ["wait: train_step"]
     tab.move_to(".lane:nth-child(4) .bar")
     tab.wait("document.querySelector('.tip').textContent.startsWith('policy rank 1: train_step')")
     assert texts(tab, ".tip") == [
-        "policy rank 1: train_step, 250 ms from 600 ms on · phase train · host bytes 1 GB · gpu peak bytes 1 GB · gpu used bytes 3 GB"
+        (
+            "policy rank 1: train_step, 250 ms from 600 ms on · phase train · host bytes 1 GB · gpu peak bytes 1 GB · "
+            "gpu used bytes 3 GB"
+        )
     ]
     # The newest step lasts as long as what was recorded of it; its engine works for a half of that.
-    assert [row for row in texts(tab, "main > div > table tbody tr") if row.startswith("engine")] == ["engine 0450 ms50 %450 ms"]
+    assert [row for row in texts(tab, "main > div > table tbody tr") if row.startswith("engine")] == [
+        "engine 0450 ms50 %450 ms"
+    ]
     choose(tab, "step", "2")
     tab.evaluate("timed.zoom = [0, 100000]; draw()")
     assert texts(tab, ".lane:not(.ticks) .bar") == ["step", "generation", "generate"]
     found = tab.evaluate("traceOf(2, run().timelines[2])")
-    assert isinstance(found, dict) and {(event["name"], event["ts"]) for event in found["traceEvents"] if event["ph"] == "X"} >= {
+    assert isinstance(found,
+                      dict) and {(event["name"],
+                                  event["ts"]) for event in found["traceEvents"] if event["ph"] == "X"} >= {
         ("train_step", 2_600_000), ("score", 2_300_000)}  # fmt: skip
     tab.evaluate("save(2, run().timelines[2])")
     assert tab.errors == [] and len([request for request in tab.requests if not request.startswith("blob:")]) == 1
@@ -343,11 +410,17 @@ def test_a_timeline_tells_who_works_and_who_waits(tab: Tab, tmp_path: Path):
 
 def test_the_schedule_of_a_refit_is_a_matrix(tab: Tab, tmp_path: Path):
     folder = make_run(tmp_path / "run")
-    write_metrics(folder, [row(step, refit__seconds=0.1, refit__verified_bytes=4000, refit__weight_version=step) for step in range(1, 6)])
+    write_metrics(
+        folder,
+        [row(step, refit__seconds=0.1, refit__verified_bytes=4000, refit__weight_version=step) for step in range(1, 6)],
+    )
     open_report(tab, folder)
     tab.evaluate("document.querySelector('[data-tab=weights]').click()")
     assert texts(tab, ".matrix td") == ["2 kB", "", "1 kB", "1 kB"]
-    tones = [tab.evaluate(f"getComputedStyle(document.querySelectorAll('.matrix td')[{index}]).backgroundColor") for index in range(3)]
+    tones = [
+        tab.evaluate(f"getComputedStyle(document.querySelectorAll('.matrix td')[{index}]).backgroundColor")
+        for index in range(3)
+    ]
     assert len(set(tones)) == 3 and tones[1] == "rgba(37, 99, 235, 0)"
     text = str(tab.evaluate("document.querySelector('main').textContent"))
     assert (

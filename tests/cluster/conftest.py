@@ -45,7 +45,12 @@ def scenario() -> Scenario:
     def timed(what: str, checked: str) -> Iterator[None]:
         since = time.monotonic()
         yield
-        measured: Row = {"scenario": what, "checked": checked, "seconds": round(time.monotonic() - since), "commit": commit()}
+        measured: Row = {
+            "scenario": what,
+            "checked": checked,
+            "seconds": round(time.monotonic() - since),
+            "commit": commit(),
+        }
         rows[:] = [row for row in rows if row["scenario"] != what] + [measured]
         record("cluster", rows)
 

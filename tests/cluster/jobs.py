@@ -61,9 +61,13 @@ class Job:
 
     def explain(self) -> str:
         logs = sorted(path for path in self.folder.glob("*-logs/*.log"))
-        return self.output[-4000:] + "".join(f"\n--- {path}\n{path.read_text(errors='replace')[-2500:]}" for path in logs)
+        return self.output[-4000:] + "".join(
+            f"\n--- {path}\n{path.read_text(errors='replace')[-2500:]}" for path in logs
+        )
 
-    def wait_for(self, text: str, name: str = "ray-driver.log", restart: int = 0, *, timeout_s: float = JOB_TIMEOUT_S) -> None:
+    def wait_for(
+        self, text: str, name: str = "ray-driver.log", restart: int = 0, *, timeout_s: float = JOB_TIMEOUT_S
+    ) -> None:
         """Waits until a log says this."""
         wait_until(lambda: text in self.log(name, restart), f"{text!r} in {name}", timeout_s, explain=self.explain)
 
@@ -79,7 +83,12 @@ class Job:
     def end(self, *, timeout_s: float = JOB_TIMEOUT_S) -> str:
         """State in which it ended."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        wait_until(lambda: self.box.job(self.job_id).get("JobState") in states, "end of the job", timeout_s, explain=self.explain)
+        wait_until(
+            lambda: self.box.job(self.job_id).get("JobState") in states,
+            "end of the job",
+            timeout_s,
+            explain=self.explain,
+        )
         return self.box.job(self.job_id)["JobState"]
 
 
@@ -116,5 +125,7 @@ def submit(box: SlurmBox, folder: Path, command: str, *options: str, run_folder:
         "OMP_NUM_THREADS": "1",
         "MRL_CACHE": os.environ["MRL_CACHE"],
     }
-    job_id = box.submit(ROOT / "scripts" / "ray.sub", folder, "--nodes=4", "--time=30:00", *options, **given | variables)
+    job_id = box.submit(
+        ROOT / "scripts" / "ray.sub", folder, "--nodes=4", "--time=30:00", *options, **given | variables
+    )
     return Job(box, job_id, folder, run_folder)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes of a Kubernetes or Lepton job on one host, each in namespaces of its own (network, processes, mounts, name).
 
-Each runs scripts/ray_node.sh, and finds the head by the name that the service of such a job gives it. Needs root and iproute2.
+Each runs scripts/ray_node.sh, and finds the head by the name that the service of such a job gives it. Needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Nodes:
             self.processes[rank] = subprocess.Popen(
                 # Nothing survives the tests, however they end.
                 ("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", name, *namespaces, "bash", "-c", inside),
-                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment | dict(variables),
+                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment | dict(variables),
             )  # fmt: skip
 
     def log_path(self, rank: int) -> Path:

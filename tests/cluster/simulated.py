@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/ray.sub on many imaginary nodes: the commands it calls are small programs that record how they were called.
 
-Every step runs here, once per node of its list; a Ray node is a process that waits. What launches, joins and ends them is the real thing.
+Every step runs here, once per node of its list; a Ray node is a process that waits. What launches, joins and ends them
+is the real thing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ MRL = r"""import itertools, json, os, re, sys, time, types
 from mrl import launch
 def joined():
     lines = open(os.environ["RECORD"] + "/ray").read().splitlines()
-    return [(line.split()[0], json.loads(re.search(r"--resources=(\{.*?\})", line)[1])["worker_units"]) for line in lines]
+    resources = [json.loads(re.search(r"--resources=(\{.*?\})", line)[1]) for line in lines]
+    return [(line.split()[0], found["worker_units"]) for line, found in zip(lines, resources, strict=True)]
 sys.modules["mrl.cluster.nodes"] = types.SimpleNamespace(connect=lambda: None, joined_nodes=joined)
 ticks = itertools.count(1e9, 60.0)
 def monotonic():
@@ -140,7 +142,11 @@ def simulation(folder: Path, nodes: list[str], **variables: str) -> Iterator[Sim
     environment = write_commands(folder, nodes) | {"RAY_TMPDIR": ray_folder.name} | variables
     with (folder / "job.out").open("wb") as output:
         process = subprocess.Popen(
-            ["bash", str(ROOT / "scripts" / "ray.sub")], env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+            ["bash", str(ROOT / "scripts" / "ray.sub")],
+            env=environment,
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     running = Simulation(folder, process)
     try:
@@ -159,7 +165,14 @@ def write_commands(folder: Path, nodes: list[str]) -> dict[str, str]:
     programs, record = folder / "venv" / "bin", folder / "record"
     programs.mkdir(parents=True)
     record.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO, "ip": IP, "ray": RAY, "python": PYTHON}.items():
+    for name, text in {
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "sinfo": SINFO,
+        "ip": IP,
+        "ray": RAY,
+        "python": PYTHON,
+    }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (record / "listen.py").write_text(LISTEN)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real multi-node Slurm on a host: slurmctld, a slurmd per node in own namespaces (network, processes, mounts, name).
 
-Every node has an address, a name, a process table, a /dev/shm and a local disk (/mnt) that no other node sees; the rest of the file system
-is shared. Killing a node's first process is a loss of power, taking its link down a partition. Needs root, and Debian's packages.
+Every node has an address, a name, a process table, a /dev/shm and a local disk (/mnt) that no other node sees; the rest
+of the file system is shared. Killing a node's first process is a loss of power, taking its link down a partition. Needs
+root, and Debian's packages.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ SlurmctldLogFile={log}/slurmctld.log
 SlurmdLogFile={log}/slurmd.%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
-PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} MaxTime=INFINITE State=UP
+PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} \\
+  MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 # Seconds between the signal of a preemption and its end.
@@ -132,7 +134,9 @@ class SlurmBox:
     ) -> str:
         """Output of a command of Slurm, run in a folder."""
         environment = self.environment | dict(variables or {})
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=folder or self.folder)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=folder or self.folder
+        )
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done.stdout
 
@@ -143,12 +147,21 @@ class SlurmBox:
         self._write_conf()
         self._start_network()
         munge = [
-            f"--{name}={self.folder}/run/munge.{end}" for name, end in (("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"))
+            f"--{name}={self.folder}/run/munge.{end}"
+            for name, end in (("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"))
         ]
         key = self.folder / "etc" / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self._spawn("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--log-file={self.folder}/log/munged.log", *munge)
+        self._spawn(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--log-file={self.folder}/log/munged.log",
+            *munge,
+        )
         wait_until((self.folder / "run" / "munge.socket").exists, "munge")
         self._spawn("slurmctld", "slurmctld", "-D", "-i")
         for name in self.names:
@@ -165,8 +178,12 @@ class SlurmBox:
     def power_on(self, name: str) -> None:
         """Starts a node."""
         (self.folder / f"spool.{name}").mkdir(exist_ok=True)
-        mounts = "; ".join(f"mkdir -p {path}; mount -t tmpfs -o size=4g,mode=1777 tmpfs {path}" for path in ("/sys/fs/cgroup", *NODE_LOCAL))
-        # The shell stays: as the first process of the node it reaps those whose parents are gone, which Slurm would wait for.
+        mounts = "; ".join(
+            f"mkdir -p {path}; mount -t tmpfs -o size=4g,mode=1777 tmpfs {path}"
+            for path in ("/sys/fs/cgroup", *NODE_LOCAL)
+        )
+        # The shell stays: as the first process of the node it reaps those whose parents are gone, which Slurm would
+        # wait for.
         inside = f"hostname {name}; {mounts}; slurmd -D -N {name}; exit"
         namespaces = ("unshare", "--uts", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
         self._spawn(name, "ip", "netns", "exec", name, *namespaces, "bash", "-c", inside)
@@ -187,7 +204,9 @@ class SlurmBox:
     def submit(self, script: Path, folder: Path, *options: str, **variables: str) -> int:
         """The id of a job that is submitted from this folder."""
         return int(
-            self.slurm("sbatch", "--parsable", "--export=ALL", *options, str(script), variables=variables, folder=folder).split(";")[0]
+            self.slurm(
+                "sbatch", "--parsable", "--export=ALL", *options, str(script), variables=variables, folder=folder
+            ).split(";")[0]
         )
 
     def job(self, job_id: int) -> dict[str, str]:
@@ -217,18 +236,21 @@ class SlurmBox:
         etc = self.folder / "etc"
         host = run("hostname", "--short").strip()
         text = CONF.format(
-            host=host, controller=CONTROLLER, controller_port=CONTROLLER_PORT, folder=self.folder, run=self.folder / "run",
+            host=host, controller=CONTROLLER, controller_port=CONTROLLER_PORT, folder=self.folder,
+            run=self.folder / "run",
             log=self.folder / "log", credential_s=CREDENTIAL_S, grace_s=GRACE_S,
         )  # fmt: skip
         gres = f" Gres=gpu:{self.num_gpus}" if self.num_gpus else ""
         for k, name in enumerate(self.names, start=1):
             text += (
-                f"NodeName={name} NodeHostname={name} NodeAddr={SUBNET}.{k} Port={NODE_PORT} CPUs=8 Boards=1 SocketsPerBoard=1 "
-                f"CoresPerSocket=8 ThreadsPerCore=1 RealMemory=1000{gres} State=UNKNOWN\n"
+                f"NodeName={name} NodeHostname={name} NodeAddr={SUBNET}.{k} Port={NODE_PORT} CPUs=8 Boards=1 "
+                f"SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=1000{gres} State=UNKNOWN\n"
             )
         # Nodes first: partitions name them.
         lines = text.splitlines()
-        (etc / "slurm.conf").write_text("\n".join(sorted(lines, key=lambda line: line.startswith("PartitionName"))) + "\n")
+        (etc / "slurm.conf").write_text(
+            "\n".join(sorted(lines, key=lambda line: line.startswith("PartitionName"))) + "\n"
+        )
         (etc / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         if self.num_gpus:
             (self.folder / "dev").mkdir()
@@ -236,7 +258,9 @@ class SlurmBox:
                 # Slurm counts a device only if there is a file of it.
                 os.mknod(self.folder / "dev" / f"nvidia{k}", 0o20666, os.makedev(1, 3))
             names = ",".join(self.names)
-            (etc / "gres.conf").write_text(f"NodeName={names} Name=gpu File={self.folder}/dev/nvidia[0-{self.num_gpus - 1}]\n")
+            (etc / "gres.conf").write_text(
+                f"NodeName={names} Name=gpu File={self.folder}/dev/nvidia[0-{self.num_gpus - 1}]\n"
+            )
 
     def _start_network(self) -> None:
         addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(self.names, start=1)}

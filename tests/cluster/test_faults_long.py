@@ -67,17 +67,28 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(
         assert_same_run(job, unbroken, num_starts=2)
 
 
-def test_a_preempted_run_is_saved_requeued_and_resumed(box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario):
+def test_a_preempted_run_is_saved_requeued_and_resumed(
+    box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario
+):
     with scenario("preemption by a job of higher priority", SAME_RUN):
         job = start(box, inputs, tmp_path)
         job.wait_for("Step 2/")
-        box.slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", f"--output={tmp_path}/urgent.out", "--wrap=sleep 3")
+        box.slurm(
+            "sbatch",
+            "--partition=urgent",
+            "--nodes=4",
+            "--exclusive",
+            f"--output={tmp_path}/urgent.out",
+            "--wrap=sleep 3",
+        )
         job.wait_for("Resuming from", restart=1)
         assert job.end() == "COMPLETED", job.explain()
         assert_same_run(job, unbroken, num_starts=2)
 
 
-def test_a_node_without_power_costs_one_attempt(box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario):
+def test_a_node_without_power_costs_one_attempt(
+    box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario
+):
     with scenario("a node without power for 20 s", "one attempt lost; " + SAME_RUN):
         job = start(box, inputs, tmp_path, RESTARTS_ON_FAILURE="3")
         job.wait_for("Step 3/")
@@ -92,7 +103,9 @@ def test_a_node_without_power_costs_one_attempt(box: SlurmBox, inputs: list[str]
 def test_a_node_without_network_costs_one_attempt_and_publishes_nothing(
     box: SlurmBox, inputs: list[str], unbroken: Job, tmp_path: Path, scenario: Scenario
 ):
-    with scenario("the driver's node without network for 45 s", "one attempt lost, which publishes nothing more; " + SAME_RUN):
+    with scenario(
+        "the driver's node without network for 45 s", "one attempt lost, which publishes nothing more; " + SAME_RUN
+    ):
         job = start(box, inputs, tmp_path, RESTARTS_ON_FAILURE="3")
         job.wait_for("Step 3/")
         # The first node has the driver: the attempt that Slurm gives up for lost goes on for a while.
@@ -120,7 +133,9 @@ def test_a_second_job_leaves_a_run_folder_alone(box: SlurmBox, inputs: list[str]
         first = submit(box, tmp_path / "first", command, "--nodes=2", run_folder=tmp_path / "run")
         try:
             first.wait_for("Step 1/")
-            second = submit(box, tmp_path / "second", command, "--nodes=2", "--job-name=second", run_folder=tmp_path / "run")
+            second = submit(
+                box, tmp_path / "second", command, "--nodes=2", "--job-name=second", run_folder=tmp_path / "run"
+            )
             assert second.end() == "FAILED", second.explain()
             assert box.job(second.job_id)["ExitCode"] == "2:0"
             assert "is in use by process" in second.log("ray-driver.log")
@@ -128,7 +143,9 @@ def test_a_second_job_leaves_a_run_folder_alone(box: SlurmBox, inputs: list[str]
             box.slurm("scancel", str(first.job_id))
 
 
-def test_slurm_announces_the_time_limit_and_starts_the_job_again(box: SlurmBox, inputs: list[str], tmp_path: Path, scenario: Scenario):
+def test_slurm_announces_the_time_limit_and_starts_the_job_again(
+    box: SlurmBox, inputs: list[str], tmp_path: Path, scenario: Scenario
+):
     with scenario("time limit of four minutes, announced two before", "saved, requeued and resumed within the limit"):
         command = training(inputs, tmp_path / "run", steps=10000)
         job = submit(box, tmp_path, command, "--time=4", "--signal=B:USR1@120", run_folder=tmp_path / "run")

@@ -28,9 +28,19 @@ SETTINGS = ["cluster.num_nodes=2", "checkpointing.save_period=1"]
 
 LOSSES = {
     # Node, process, what is said, exit codes.
-    "another node's raylet is killed": (1, "raylet/raylet", r"The attempt ended: Ray's raylet on node pod-1 \(10\.79\.0\.2\) died, ", (1,)),
+    "another node's raylet is killed": (
+        1,
+        "raylet/raylet",
+        r"The attempt ended: Ray's raylet on node pod-1 \(10\.79\.0\.2\) died, ",
+        (1,),
+    ),
     # The ranks live on, and save.
-    "the head's gcs_server is killed": (0, "gcs/gcs_server", r"Ray's gcs_server on node pod-0 \(10\.79\.0\.1\) died", (1, 75)),
+    "the head's gcs_server is killed": (
+        0,
+        "gcs/gcs_server",
+        r"Ray's gcs_server on node pod-0 \(10\.79\.0\.1\) died",
+        (1, 75),
+    ),
 }
 
 
@@ -41,7 +51,13 @@ def test_a_daemon_that_dies_is_named_and_costs_one_attempt(tmp_path: Path, scena
 
     def attempt(steps: int, *, kills: bool = False) -> tuple[int, str]:
         """Exit code of an attempt, and what it printed."""
-        overrides = [*inputs, *TWO_NODES, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}", f"grpo.max_num_steps={steps}"]
+        overrides = [
+            *inputs,
+            *TWO_NODES,
+            *SETTINGS,
+            f"checkpointing.checkpoint_dir={run_folder}",
+            f"grpo.max_num_steps={steps}",
+        ]
         command = ["python", "-m", "mrl.train", str(ROOT / "configs" / "grpo_tiny.yaml"), *overrides]
         variables = kubernetes_variables(tmp_path, command, num_nodes=2)
         with nodes_of(tmp_path, "run", "run", num_nodes=2) as nodes:

@@ -60,7 +60,8 @@ print("interfaces", os.environ.get("NCCL_SOCKET_IFNAME"))
 def kubernetes_variables(folder: Path, command: list[str], *, num_nodes: int) -> Callable[[int], dict[str, str]]:
     """Variables of each rank's pod, as the manifest gives them."""
     job = KubernetesJob(
-        command, num_nodes=num_nodes, gpus_per_node=0, slots_per_node=2, name="run", namespace="default", image="mrl", claim="fsx",
+        command, num_nodes=num_nodes, gpus_per_node=0, slots_per_node=2, name="run", namespace="default", image="mrl",
+        claim="fsx",
         mount_path="/shared", instance_type=None, num_efa=0, cpus=1, memory="1Gi", shared_memory="1Gi",
     )  # fmt: skip
     _, manifest = yaml.safe_load_all(render(job))
@@ -152,7 +153,9 @@ def lepton_variables(folder: Path, *, num_nodes: int, **more: str) -> Callable[[
 def test_a_lepton_job_runs_its_script(tmp_path: Path):
     script = tmp_path / "probe.py"
     script.write_text(COUNT + PROBE)
-    variables = lepton_variables(tmp_path, num_nodes=3, SCRIPT_PATH=str(script), CONFIG_PATH="examples/configs/grpo_math_8B.yaml")
+    variables = lepton_variables(
+        tmp_path, num_nodes=3, SCRIPT_PATH=str(script), CONFIG_PATH="examples/configs/grpo_math_8B.yaml"
+    )
     with nodes_of(tmp_path, "grpo", "grpo-job-svc", num_nodes=3) as nodes:
         for rank in range(3):
             nodes.start(rank, variables(rank))
@@ -176,7 +179,9 @@ def test_a_lepton_job_trains(tmp_path: Path):
             section = section.setdefault(name, {})
         section[last] = yaml.safe_load(value)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    variables = lepton_variables(tmp_path, num_nodes=2, SCRIPT_PATH="examples/run_grpo_math.py", CONFIG_PATH=str(tmp_path / "run.yaml"))
+    variables = lepton_variables(
+        tmp_path, num_nodes=2, SCRIPT_PATH="examples/run_grpo_math.py", CONFIG_PATH=str(tmp_path / "run.yaml")
+    )
     with nodes_of(tmp_path, "grpo", "grpo-job-svc", num_nodes=2) as nodes:
         for rank in range(2):
             nodes.start(rank, variables(rank))

@@ -47,7 +47,8 @@ def test_a_run_on_four_nodes(box: SlurmBox, inputs: list[str], tmp_path: Path):
 @pytest.mark.long("cluster")
 def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path: Path, scenario: Scenario):
     with scenario(
-        "interactive, two GPUs a node", "attach script on the head and on a worker, GPUs by GRES, dashboard, copies of Ray's logs"
+        "interactive, two GPUs a node",
+        "attach script on the head and on a worker, GPUs by GRES, dashboard, copies of Ray's logs",
     ):
         asked = {"GPUS_PER_NODE": str(box.num_gpus), "RAY_LOG_SYNC_FREQUENCY": "5"}
         job = submit(box, tmp_path, "", f"--gres=gpu:{box.num_gpus}", run_folder=tmp_path / "run", **asked)
@@ -56,7 +57,10 @@ def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path
             assert "Number of actors online: 8/8" in job.output
             script = str(tmp_path / f"{job.job_id}-attach.sh")
             count = "python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))'"
-            page = "python -c 'import urllib.request; print(urllib.request.urlopen(\"http://127.0.0.1:8265\", timeout=30).status)'"
+            page = (
+                'python -c \'import urllib.request; print(urllib.request.urlopen("http://127.0.0.1:8265", '
+                "timeout=30).status)'"
+            )
             on_head = {"COMMAND": f"hostname; echo $CUDA_VISIBLE_DEVICES; {count}; {page}"}
             assert box.slurm("bash", script, variables=on_head).split() == ["mrl-n1", "0,1", "4", "200"]
             doctor = {"COMMAND": "python -m mrl.doctor --json"}
@@ -73,9 +77,16 @@ def test_an_idle_cluster_is_entered_by_its_attach_script(box: SlurmBox, tmp_path
 
 
 @pytest.mark.long("cluster")
-def test_the_exit_code_of_the_command_is_the_jobs_and_its_last_error_the_last_line(box: SlurmBox, tmp_path: Path, scenario: Scenario):
+def test_the_exit_code_of_the_command_is_the_jobs_and_its_last_error_the_last_line(
+    box: SlurmBox, tmp_path: Path, scenario: Scenario
+):
     with scenario("a key that does not exist", "exit code of the job, its reason on the last line"):
-        job = submit(box, tmp_path, "python -m mrl.train grpo_tiny.yaml grpo.num_prompts_per_stepp=3", run_folder=tmp_path / "run")
+        job = submit(
+            box,
+            tmp_path,
+            "python -m mrl.train grpo_tiny.yaml grpo.num_prompts_per_stepp=3",
+            run_folder=tmp_path / "run",
+        )
         assert job.end() == "FAILED"
         assert box.job(job.job_id)["ExitCode"] == "2:0"
         last = job.output.splitlines()[-1]

@@ -107,11 +107,15 @@ class Attempt:
             return [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
 
         def leftovers() -> str:
-            found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
+            found = {
+                pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()
+            }
             return f"{found} {shared_memory()}\n{self.text()[-4000:]}"
 
         # Other runs on this host have such files for moments.
-        wait_until(lambda: not (self.processes() or shared_memory()), f"end of all processes of {self.mark}", explain=leftovers)
+        wait_until(
+            lambda: not (self.processes() or shared_memory()), f"end of all processes of {self.mark}", explain=leftovers
+        )
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def questions_by_step(run_folder: Path) -> list[set[str]]:
 
 
 def without_losses(run_folder: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.endswith("/lost_attempts")} for row in rows(run_folder)]
+    return [
+        {name: value for name, value in row.items() if not name.endswith("/lost_attempts")} for row in rows(run_folder)
+    ]
 
 
 def test_kills_in_the_middle_of_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -58,7 +60,9 @@ def test_kills_in_the_middle_of_conversations(tmp_path: Path, monkeypatch: pytes
 
     def attempt(run: str, log: str) -> Attempt:
         folder = tmp_path / run
-        return Attempt(folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={folder}"], tmp_path / f"{run}-{log}.log")
+        return Attempt(
+            folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={folder}"], tmp_path / f"{run}-{log}.log"
+        )
 
     def waits(questions: set[str], not_in: int = 0) -> int:
         """The process in which an agent waits with one of these questions; 0: there is none."""

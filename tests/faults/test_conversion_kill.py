@@ -79,7 +79,11 @@ def content(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("direction", "num_kills"),
-    [("hf-to-mcore", 8), ("mcore-to-hf", 5), *(pytest.param(name, 20, marks=pytest.mark.long("kills")) for name in DIRECTIONS)],
+    [
+        ("hf-to-mcore", 8),
+        ("mcore-to-hf", 5),
+        *(pytest.param(name, 20, marks=pytest.mark.long("kills")) for name in DIRECTIONS),
+    ],
 )
 def test_what_a_killed_conversion_left_is_continued(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, num_kills: int

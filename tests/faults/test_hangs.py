@@ -52,12 +52,17 @@ def said(current: Attempt, text: str) -> str:
     ("victim", "notice_s"),
     [
         ("policy-rank-1", 3),
-        *(pytest.param(name, 50, marks=pytest.mark.long("hangs")) for name in ("policy-rank-1", "engine-0", "reward-actor-0", "raylet")),
+        *(
+            pytest.param(name, 50, marks=pytest.mark.long("hangs"))
+            for name in ("policy-rank-1", "engine-0", "reward-actor-0", "raylet")
+        ),
     ],
 )
 def test_a_stopped_process_is_named_and_ends_the_run(tmp_path: Path, victim: str, notice_s: int):
     # A step of a host under load must not end the run before it hangs.
-    limits = [f"deadlines.{name}_s={max(60, 2 * notice_s)}" for name in ("train", "generate", "reward", "refit", "checkpoint")]
+    limits = [
+        f"deadlines.{name}_s={max(60, 2 * notice_s)}" for name in ("train", "generate", "reward", "refit", "checkpoint")
+    ]
     settings = [*limits, f"deadlines.start_s={HANG_S:g}", f"deadlines.notice_s={notice_s}"]
     name = victim.replace("-", " ")
     with attempt(tmp_path, tmp_path / "run", *settings) as current:
@@ -95,7 +100,9 @@ def frozen_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long("hangs")
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("fsfreeze") is None, reason="only root can mount and freeze a file system")
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("fsfreeze") is None, reason="only root can mount and freeze a file system"
+)
 def test_a_frozen_run_folder_is_named_and_the_run_goes_on_after_the_thaw(tmp_path: Path, frozen_disk: Path):
     with attempt(tmp_path, frozen_disk / "run", "deadlines.notice_s=50") as current:
         current.wait_until(lambda: is_trained(current.run_folder, 2), "step 2")

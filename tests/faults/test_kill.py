@@ -47,8 +47,21 @@ def rows(run_folder: Path) -> list[dict]:
     """Metrics by step, without wall time and without what counts the faults."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     timed = (
-        *("time/", "performance/", "refit/seconds", "rollout/tokens_per_s", "rollout/engine_idle_fraction", "refit/weight_version"),
-        *("rollout/engine_restarts", "rollout/reward_", "rollout/kept_groups", "refit/drain_seconds", "train/buffer_size"),
+        *(
+            "time/",
+            "performance/",
+            "refit/seconds",
+            "rollout/tokens_per_s",
+            "rollout/engine_idle_fraction",
+            "refit/weight_version",
+        ),
+        *(
+            "rollout/engine_restarts",
+            "rollout/reward_",
+            "rollout/kept_groups",
+            "refit/drain_seconds",
+            "train/buffer_size",
+        ),
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
@@ -74,7 +87,10 @@ MOMENTS: list[tuple[str, Moment]] = [
     ("generation of step 2", lambda folder: is_taken(folder, 2)),
     ("refit of step 3", lambda folder: is_trained(folder, 3)),
     # A write that the watcher overlooks leaves the next one, and at last a moment after both.
-    ("background write of step 4 or 5", lambda folder: is_writing(folder, 4) or is_writing(folder, 5) or (folder / "step_5").exists()),
+    (
+        "background write of step 4 or 5",
+        lambda folder: is_writing(folder, 4) or is_writing(folder, 5) or (folder / "step_5").exists(),
+    ),
 ]
 
 
@@ -85,9 +101,16 @@ LONG = pytest.mark.long("kills")
 
 
 @pytest.mark.parametrize(
-    "victims", [(ENGINE, RANK, DRIVER), pytest.param((RANK, DRIVER, RANK), marks=LONG), pytest.param((DRIVER, RANK, DRIVER), marks=LONG)]
+    "victims",
+    [
+        (ENGINE, RANK, DRIVER),
+        pytest.param((RANK, DRIVER, RANK), marks=LONG),
+        pytest.param((DRIVER, RANK, DRIVER), marks=LONG),
+    ],
 )
-def test_a_killed_driver_or_rank_costs_time_only(runs: Runs, unbroken: Path, tmp_path: Path, victims: tuple[str, str, str]):
+def test_a_killed_driver_or_rank_costs_time_only(
+    runs: Runs, unbroken: Path, tmp_path: Path, victims: tuple[str, str, str]
+):
     """One victim a moment. An attempt ends with its driver or rank; an engine is replaced within it."""
     run, moments = f"{victims[0]}-first", iter(zip(victims, MOMENTS, strict=True))
     for victim, (name, has_come) in moments:
@@ -117,7 +140,8 @@ def test_a_killed_engine_is_replaced_within_the_run(runs: Runs, unbroken: Path, 
         for number, (name, has_come) in enumerate(MOMENTS):
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             os.kill(current.actor_pid(ENGINE), signal.SIGKILL)
-            current.wait_until(lambda: current.text().count("engine 0 died; starting it again") == number + 1, "restart")  # noqa: B023
+            said = "engine 0 died; starting it again"
+            current.wait_until(lambda: current.text().count(said) == number + 1, "restart")  # noqa: B023
         assert current.finish() == 0, current.text()
     assert "Resuming" not in current.text()
     assert_same_run(current.run_folder, unbroken, tmp_path)

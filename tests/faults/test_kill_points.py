@@ -23,7 +23,8 @@ WALK = [
     *(("start", number) for number in range(1, NUM_STARTS + 1)),
     # A step passes four: its prompts are asked for, and taken; it is trained, and recorded.
     *(("rollouts", number) for number in range(4, 9)),
-    # Those of refit zero, and of the second step; the refit with the loaded weights, and the first step's, come between.
+    # Those of refit zero, and of the second step; the refit with the loaded weights, and the first step's, come
+    # between.
     *(("refit", number) for number in (*range(1, NUM_REFITS + 1), *range(3 * NUM_REFITS + 1, 4 * NUM_REFITS + 1))),
 ]
 
@@ -44,7 +45,9 @@ def assert_goes_on(run_folder: Path, inputs: list[str]) -> None:
     reached = newest_step(run_folder)
     assert reached >= first + 2 and max(lineage(run_folder)) == reached
     with attempt(run_folder, inputs, "last", f"grpo.max_num_steps={reached + 2}") as current:
-        assert current.finish() == 0 and f"Resuming from {run_folder}/step_{reached} " in current.text(), current.text()[-4000:]
+        assert current.finish() == 0 and f"Resuming from {run_folder}/step_{reached} " in current.text(), (
+            current.text()[-4000:]
+        )
         current.assert_nothing_survives()
     assert sorted(lineage(run_folder)) == list(range(1, reached + 3)) and not (run_folder / "owner.json").exists()
     assert all(find_damage(folder) is None for folder in run_folder.glob("step_*"))
@@ -58,9 +61,14 @@ def test_a_run_that_is_killed_at_every_point_goes_on_each_time(tmp_path: Path, m
         before = newest_step(run_folder)
         monkeypatch.setenv("MRL_KILL_AT", f"{name}:{number}")
         with attempt(run_folder, inputs, f"{name}-{number}") as current:
-            assert current.finish() == -signal.SIGKILL and f"killed at {name}:{number}," in current.text(), current.text()[-4000:]
+            assert current.finish() == -signal.SIGKILL and f"killed at {name}:{number}," in current.text(), (
+                current.text()[-4000:]
+            )
             current.assert_nothing_survives()
-        assert newest_step(run_folder) >= before and set(range(1, newest_step(run_folder) + 1)) <= lineage(run_folder).keys()
+        assert (
+            newest_step(run_folder) >= before
+            and set(range(1, newest_step(run_folder) + 1)) <= lineage(run_folder).keys()
+        )
     monkeypatch.setenv("MRL_KILL_AT", f"start:{NUM_STARTS + 1}")  # there are no more
     assert_goes_on(run_folder, inputs)
 
@@ -72,7 +80,11 @@ def test_a_run_whose_ray_dies_ends_by_its_name_and_goes_on(tmp_path: Path, daemo
     inputs, run_folder = write_inputs(tmp_path), tmp_path / "run"
     with attempt(run_folder, inputs, "first") as current:
         current.wait_until(lambda: is_trained(run_folder, 2), "step 2")
-        (pid,) = (found.pid for found in psutil.Process(current.process.pid).children(recursive=True) if found.name() == daemon)
+        (pid,) = (
+            found.pid
+            for found in psutil.Process(current.process.pid).children(recursive=True)
+            if found.name() == daemon
+        )
         os.kill(pid, signal.SIGKILL)
         assert current.finish() == code, current.text()[-4000:]
         said = rf"Ray's .*{daemon} \(process {pid}, exit code -9\).* died.*The same command resumes"

@@ -71,7 +71,9 @@ PHASES = {
     "rollouts": Phase(lambda attempt, first: is_taken(attempt.run_folder, first + 2), trains=True),
     "train": Phase(lambda attempt, first: is_trained(attempt.run_folder, first + 1), trains=True),
     "save": Phase(
-        lambda attempt, first: any(is_writing(attempt.run_folder, first + step) for step in (1, 2, 3)) or says("Step 4/")(attempt, first),
+        lambda attempt, first: (
+            any(is_writing(attempt.run_folder, first + step) for step in (1, 2, 3)) or says("Step 4/")(attempt, first)
+        ),
         trains=True,
         overrides=lambda _: ["checkpointing.save_period=1"],
     ),
@@ -130,7 +132,13 @@ def test_a_signal_costs_no_step_wherever_it_comes(inputs: list[str], tmp_path: P
 @pytest.mark.timeout(1200)
 def test_a_loop_of_ones_own_ends_and_goes_on_as_mrls(inputs: list[str], tmp_path: Path):
     run_folder = tmp_path / "run"
-    overrides = [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}", "grpo.max_num_steps=3", "grpo.val_period=3"]
+    overrides = [
+        *inputs,
+        *SETTINGS,
+        f"checkpointing.checkpoint_dir={run_folder}",
+        "grpo.max_num_steps=3",
+        "grpo.val_period=3",
+    ]
     codes, texts = list[int](), list[str]()
     for name in ("ended", "resumed"):
         with Attempt(run_folder, overrides, tmp_path / name, program=OWN_LOOP) as attempt:
@@ -143,15 +151,25 @@ def test_a_loop_of_ones_own_ends_and_goes_on_as_mrls(inputs: list[str], tmp_path
     first = newest(run_folder)
     assert codes == [ENDED_EARLY, 0], texts
     assert texts[0].count(GOES_ON) == 1 and "Traceback" not in "".join(texts)
-    assert re.search(r"Resuming from .*step_[12] \(step [12] of 3\)", texts[1]) and first == 3 == max(lineage(run_folder))
+    assert re.search(r"Resuming from .*step_[12] \(step [12] of 3\)", texts[1]) and first == 3 == max(
+        lineage(run_folder)
+    )
     for words in ("= Step 3/3 =", "[Generate] 4 prompts x 4", "[Train] ", "[Mrl] ", "[Validate] step 3", "Start: "):
         assert words in texts[1], texts[1]
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    for name in ("performance/tokens_per_sec_per_gpu", "train/loss", "train/reward", "refit/verified_bytes", "time/total"):
+    for name in (
+        "performance/tokens_per_sec_per_gpu",
+        "train/loss",
+        "train/reward",
+        "refit/verified_bytes",
+        "time/total",
+    ):
         assert all(name in row for row in rows), name
     assert "val/accuracy" in rows[2]
-    assert (run_folder / "report.html").exists() and len(list(run_folder.glob("logs/exp_*/train_data_step*.jsonl.gz"))) == 3
+    assert (run_folder / "report.html").exists() and len(
+        list(run_folder.glob("logs/exp_*/train_data_step*.jsonl.gz"))
+    ) == 3
     assert not (run_folder / "owner.json").exists()
 
 
@@ -193,7 +211,11 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     with image.open("wb") as file:
         file.truncate(2**25)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)], ["fsfreeze", "-f", str(folder)]):
+    for command in (
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", "loop", str(image), str(folder)],
+        ["fsfreeze", "-f", str(folder)],
+    ):
         if os.geteuid() != 0 or shutil.which(command[0]) is None:
             pytest.skip("needs root, and mkfs.ext4, mount and fsfreeze")
         subprocess.run(command, check=True, timeout=HANG_S)
@@ -208,7 +230,9 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.timeout(1200)
 def test_a_process_that_cannot_be_killed_is_named_and_costs_nothing(inputs: list[str], tmp_path: Path, frozen: Path):
     run_folder = tmp_path / "run"
-    with Attempt(run_folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}"], tmp_path / "log") as attempt:
+    with Attempt(
+        run_folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}"], tmp_path / "log"
+    ) as attempt:
         attempt.wait_until(lambda: is_trained(run_folder, 1), "step 1")
         environment = Path(f"/proc/{attempt.actor_pid('rewards')}/environ").read_bytes().split(b"\0")
         mark = next(entry.decode() for entry in environment if entry.startswith(MARK.encode()))

@@ -32,7 +32,10 @@ SOURCE: Layout = {
 TARGET: Layout = {
     Slot("left"): SlotLayout((ROWS, 24), "bfloat16", (Piece("w", ((0, ROWS), (0, 24)), full((ROWS, 24))),)),
     Slot("right"): SlotLayout(
-        (ROWS + 8, 40), "float32", (Piece("w", ((0, ROWS), (24, 64)), ((0, ROWS), (0, 40))),), (((ROWS, ROWS + 8), (0, 40)),)
+        (ROWS + 8, 40),
+        "float32",
+        (Piece("w", ((0, ROWS), (24, 64)), ((0, ROWS), (0, 40))),),
+        (((ROWS, ROWS + 8), (0, 40)),),
     ),
     Slot("A"): SlotLayout((5,), "float32", (Piece("A_log", ((0, 5),), ((0, 5),), "neg_exp"),)),
 }
@@ -150,7 +153,10 @@ def train(state: Gpu) -> None:
 
 def build_engine(state: Gpu, schedule: Schedule, handles: GpuHandles) -> None:
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    state.live = {slot: torch.full(item.shape, float("nan"), dtype=dtypes[item.dtype], device="cuda") for slot, item in TARGET.items()}
+    state.live = {
+        slot: torch.full(item.shape, float("nan"), dtype=dtypes[item.dtype], device="cuda")
+        for slot, item in TARGET.items()
+    }
     state.puller = Puller(lambda: state.live, schedule, 0, handles)
 
 

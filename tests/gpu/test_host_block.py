@@ -37,7 +37,9 @@ def test_state_lies_pinned_in_a_block_of_its_size_and_comes_back():
     tensors += [value.cuda() for value in values]
     block.take_in(tensors)
     torch.cuda.synchronize()
-    assert all(tensor.is_pinned() and torch.equal(tensor, value) for tensor, value in zip(tensors, values * 2, strict=True))
+    assert all(
+        tensor.is_pinned() and torch.equal(tensor, value) for tensor, value in zip(tensors, values * 2, strict=True)
+    )
 
 
 def test_copies_of_weights_are_pinned():

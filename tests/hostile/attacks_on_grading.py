@@ -79,8 +79,12 @@ ON_SHARE = {
 """Programs that must end with reward 0, and leave nothing behind."""
 
 ON_GRADING = {
-    "FIFO in place of the result": "os.path.exists('result.json') and os.unlink('result.json')\nos.mkfifo('result.json')\nos._exit(0)",
-    "folder in place of the result": "os.path.exists('result.json') and os.unlink('result.json')\nos.mkdir('result.json')\nos._exit(0)",
+    "FIFO in place of the result": (
+        "os.path.exists('result.json') and os.unlink('result.json')\nos.mkfifo('result.json')\nos._exit(0)"
+    ),
+    "folder in place of the result": (
+        "os.path.exists('result.json') and os.unlink('result.json')\nos.mkdir('result.json')\nos._exit(0)"
+    ),
     "device in place of the result": """
         os.path.exists("result.json") and os.unlink("result.json")
         os.symlink("/dev/zero", "result.json")

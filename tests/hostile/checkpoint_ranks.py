@@ -25,7 +25,9 @@ def save_one(rank: Rank, config: RunConfig, weights_dir: Path) -> None:
         save(policy, weights_dir)
 
 
-def load_all(rank: Rank, config: RunConfig, honest: Path, resumed: list[Path], cached: list[Path]) -> tuple[bool, list[str]]:
+def load_all(
+    rank: Rank, config: RunConfig, honest: Path, resumed: list[Path], cached: list[Path]
+) -> tuple[bool, list[str]]:
     """True when the honest checkpoint loads, and the message of each load of the others; "" where it went through."""
     messages = []
     with open_policy(rank, config) as policy, pytest.MonkeyPatch.context() as patch:

@@ -54,7 +54,9 @@ def use_libraries() -> None:
         mapped = np.load(folder / "out" / "tree" / "copy.npy", mmap_mode="r")
         with ThreadPoolExecutor(4) as pool:
             assert sum(pool.map(float, mapped)) == 36.0
-    with contextlib.closing(sqlite3.connect(f"file:{__file__}?mode=ro", uri=True)) as base:  # a lock of a file elsewhere
+    with contextlib.closing(
+        sqlite3.connect(f"file:{__file__}?mode=ro", uri=True)
+    ) as base:  # a lock of a file elsewhere
         with contextlib.suppress(sqlite3.DatabaseError):
             base.execute("select 1 from sqlite_master")
     assert pd.DataFrame({"x": [1, 2]}).groupby("x").size().sum() == 2

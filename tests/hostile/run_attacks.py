@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.hostile.run_attacks IDENTITY FOLDER`: runs every attack of `attacks.py` in the environment `code`.
 
-Prints one JSON object: verdicts and changes of the outside by `group/name`, honest programs that failed, and what stayed behind.
+Prints one JSON object: verdicts and changes of the outside by `group/name`, honest programs that failed, and what
+stayed behind.
 """
 
 from __future__ import annotations
@@ -58,11 +59,16 @@ HONEST = {
     """,
     "files": "open('notes', 'w').write('a')\nopen('notes', 'a').write('b')\nwon(open('notes').read() == 'ab')",
     "standard library": """
-        import asyncio, dataclasses, decimal, enum, hashlib, importlib, random, secrets, statistics, unittest, uuid, zoneinfo, zlib
+        import asyncio, dataclasses, decimal, enum, hashlib, importlib, random
+        import secrets, statistics, unittest, uuid, zoneinfo, zlib
         won(len(secrets.token_bytes(4)) == 4 and random.random() < 1 and hashlib.sha256(b"").hexdigest()[:4] == "e3b0")
     """,
-    "alarm": "signal.signal(signal.SIGALRM, lambda *a: won())\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()",
-    "limits": "import resource\nresource.setrlimit(resource.RLIMIT_STACK, resource.getrlimit(resource.RLIMIT_STACK))\nwon()",
+    "alarm": (
+        "signal.signal(signal.SIGALRM, lambda *a: won())\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()"
+    ),
+    "limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_STACK, resource.getrlimit(resource.RLIMIT_STACK))\nwon()"
+    ),
     "standard input by name": "won('victim' in open('/dev/stdin').read())",
     "usual programs": usual_programs("won(failed == [])"),
     "numpy": "import numpy\nwon(float((numpy.ones((64, 64)) @ numpy.ones((64, 64))).sum()) == 64**3)",
@@ -101,7 +107,11 @@ class Listener:
 
     def __init__(self, folder: Path) -> None:
         self.heard: list[bytes] = []
-        self.unix, self.datagram, self.abstract = str(folder / "unix"), str(folder / "datagram"), f"mrl-hostile-{os.getpid()}"
+        self.unix, self.datagram, self.abstract = (
+            str(folder / "unix"),
+            str(folder / "datagram"),
+            f"mrl-hostile-{os.getpid()}",
+        )
         tcp, udp = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
         tcp.bind(("127.0.0.1", 0))
         self.port = tcp.getsockname()[1]
@@ -134,7 +144,18 @@ def become(identity: str) -> None:
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     if identity == "container":
-        refused = ("unshare", "setns", "mount", "umount2", "pivot_root", "ptrace", "bpf", "keyctl", "io_uring_setup", "userfaultfd")
+        refused = (
+            "unshare",
+            "setns",
+            "mount",
+            "umount2",
+            "pivot_root",
+            "ptrace",
+            "bpf",
+            "keyctl",
+            "io_uring_setup",
+            "userfaultfd",
+        )
         confine.install(confine.filter_program(dict.fromkeys(refused, confine.EPERM), confine.ALLOW))
         resource.setrlimit(resource.RLIMIT_NPROC, (256, 256))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
@@ -171,7 +192,9 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
     shared.write_text(answer)
     tables = (*confine.TABLES, NEVER_CALLS)
     # An attack calls what this machine lacks by number -1.
-    calls = dict.fromkeys((row.split()[0] for table in tables for row in table.split(",")), -1) | confine.call_numbers(*tables)
+    calls = dict.fromkeys((row.split()[0] for table in tables for row in table.split(",")), -1) | confine.call_numbers(
+        *tables
+    )
     outside = Outside(
         name=name,
         folder=str(folder),
@@ -228,7 +251,9 @@ def run(folder: Path) -> dict[str, object]:
     for index, (key, (group, name, text)) in enumerate((honest | attacks).items()):
         needs_answer = group != READS or "won(" in text[len(PRELUDE) :]
         answer = secret if "environ" in name else f"{ANSWER_BEGINS}{os.urandom(8).hex()}"
-        outside = outside_of(f"attack-{index:03d}-", folder / "outside" / str(index), listener, answer, is_told=needs_answer)
+        outside = outside_of(
+            f"attack-{index:03d}-", folder / "outside" / str(index), listener, answer, is_told=needs_answer
+        )
         process = subprocess.Popen(["sleep", "600"]) if "E['pid']" in text or 'E["pid"]' in text else None
         outside.pid = process.pid if process else 0
         outsides[key] = (outside, process)
@@ -257,7 +282,12 @@ def run(folder: Path) -> dict[str, object]:
         if process is not None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-    return {"outcomes": outcomes, "left": os.listdir(tempfile.gettempdir()), "processes": children_left(), "network": len(listener.heard)}
+    return {
+        "outcomes": outcomes,
+        "left": os.listdir(tempfile.gettempdir()),
+        "processes": children_left(),
+        "network": len(listener.heard),
+    }
 
 
 def children_left() -> list[str]:

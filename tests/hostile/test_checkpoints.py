@@ -68,7 +68,8 @@ def weight_holds_code(folder: Path, code: Code) -> None:
 
 
 def weight_is_bytes_with_code(folder: Path, code: Code) -> None:
-    # torch reads bytes with weights_only=False. With a size of their own they look like a tensor, whose shape may be another one.
+    # torch reads bytes with weights_only=False. With a size of their own they look like a tensor, whose shape may be
+    # another one.
     metadata = read(folder)
     entry = metadata.state_dict_metadata[EMBEDDING]
     assert isinstance(entry, TensorStorageMetadata)
@@ -159,7 +160,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         pool.run(checkpoint_ranks.save_one, config, base / "weights", world_size=1)
         mcore = cached_mcore(model, base / "cache")
         for attack in ATTACKS:
-            resumed, cached = base / f"run_{attack.__name__}" / "step_1", base / f"cache_{attack.__name__}" / "entries" / "key"
+            resumed, cached = (
+                base / f"run_{attack.__name__}" / "step_1",
+                base / f"cache_{attack.__name__}" / "entries" / "key",
+            )
             shutil.copytree(base / "weights", resumed / "policy" / "weights")
             shutil.copytree(mcore.parent, cached)
             for kind, weights in (("resume", resumed / "policy" / "weights"), ("cache", cached / "mcore")):
@@ -168,7 +172,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
                 attack(weights / "iter_0000000", Code(base / f"ran_{kind}_{attack.__name__}"))
                 (seal_step if kind == "resume" else seal_entry)(place)
         by_kind = [[place for (kind, _), place in places.items() if kind == wanted] for wanted in ("resume", "cache")]
-        ((is_loaded, said),) = pool.run(checkpoint_ranks.load_all, config, base / "weights", *by_kind, world_size=1, timeout_s=300)
+        ((is_loaded, said),) = pool.run(
+            checkpoint_ranks.load_all, config, base / "weights", *by_kind, world_size=1, timeout_s=300
+        )
     finally:
         pool.close()
     messages = dict(zip([*by_kind[0], *by_kind[1]], said, strict=True))
@@ -190,8 +196,12 @@ def test_code_in_a_checkpoint_does_not_run(outcomes: Outcomes, attack: Callable[
 
 @pytest.mark.attack("a file is not what its name says")
 @pytest.mark.parametrize("kind", ["resume", "cache"])
-@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack not in CARRIES_CODE], ids=lambda attack: attack.__name__)
-def test_a_checkpoint_that_leads_elsewhere_is_refused_at_once(outcomes: Outcomes, attack: Callable[[Path, Code], None], kind: str):
+@pytest.mark.parametrize(
+    "attack", [attack for attack in ATTACKS if attack not in CARRIES_CODE], ids=lambda attack: attack.__name__
+)
+def test_a_checkpoint_that_leads_elsewhere_is_refused_at_once(
+    outcomes: Outcomes, attack: Callable[[Path, Code], None], kind: str
+):
     assert_refused(outcomes, attack, kind)
 
 
@@ -254,7 +264,8 @@ def seal_step(weights: Path) -> None:
     step = weights.parent.parent
     files = {str(path.relative_to(step)): path for path in step.rglob("*") if path.is_file()}
     manifest = {
-        name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for name, path in files.items()
+        name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for name, path in files.items()
     }
     (step / "manifest.json").write_text(json.dumps(manifest))
     (step / "COMPLETE").write_text(hashlib.sha256((step / "manifest.json").read_bytes()).hexdigest())
@@ -266,7 +277,9 @@ def seal_entry(folder: Path) -> None:
     """Manifest and marker of a cache entry, so that its checksums are right."""
     old, entry = read_manifest(folder), read_entry(folder.parent)
     assert isinstance(entry, CacheEntry)
-    write_manifest(folder, Manifest(old.source, old.tensors, {name: file_record(folder / name) for name in file_names(folder)}))
+    write_manifest(
+        folder, Manifest(old.source, old.tensors, {name: file_record(folder / name) for name in file_names(folder)})
+    )
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     (folder.parent / "entry.json").write_text(json.dumps(vars(entry) | {"manifest_sha256": digest}))
     check_entry(folder)

@@ -24,19 +24,31 @@ NODES = "".join(f"c{index}: {{x: '${{c{index - 1}}}', y: '${{c{index - 1}}}'}}\n
 FILES = {
     "flow 2,000 deep": ("a: " + "[" * 2000 + "]" * 2000, "nested more than 64 deep"),
     "mappings 2,000 deep": ("".join(" " * depth + "a:\n" for depth in range(2000)), "nested more than 64 deep"),
-    "aliases": ("a0: &a0 [x,x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1},*a{i - 1}]\n" for i in range(1, 40)), "aliases written out"),
+    "aliases": (
+        "a0: &a0 [x,x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1},*a{i - 1}]\n" for i in range(1, 40)),
+        "aliases written out",
+    ),
     "merge keys": (
         "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)),
         "aliases written out",
     ),
     "an alias of itself": ("a: &a [*a]\n", "recursive"),
-    "a number of 60,000 digits": (f"grpo: {{num_prompts_per_step: {':'.join(['59'] * 20_000)}}}", "a number of 59,999 digits"),
+    "a number of 60,000 digits": (
+        f"grpo: {{num_prompts_per_step: {':'.join(['59'] * 20_000)}}}",
+        "a number of 59,999 digits",
+    ),
     "a product of a text": (STEP.format("${mul:xxxxxxxxxx,100000000}"), "num_prompts_per_step=.*is not a number"),
-    "a product of products": (STEP.format("${mul:${mul:99999999999999,99999999999999},9}"), "num_prompts_per_step=.*more than 64 bits"),
+    "a product of products": (
+        STEP.format("${mul:${mul:99999999999999,99999999999999},9}"),
+        "num_prompts_per_step=.*more than 64 bits",
+    ),
     "a sum of lists": (STEP.format("${add:[1],[2]}"), "num_prompts_per_step=.*is not a number"),
     "a division by zero": (STEP.format("${div:1,0}"), "num_prompts_per_step=.*zero"),
     "a maximum of a text": (STEP.format("${max:x,1}"), "num_prompts_per_step=.*is not a number"),
-    "resolvers 5,000 deep": (STEP.format("${mul:1," * 5000 + "1" + "}" * 5000), "not readable as a config|at most 2,000"),
+    "resolvers 5,000 deep": (
+        STEP.format("${mul:1," * 5000 + "1" + "}" * 5000),
+        "not readable as a config|at most 2,000",
+    ),
     "brackets in a resolver": (
         STEP.format("${mul:" + "[" * 900 + "1" + "]" * 900 + ",1}"),
         "not readable as a config|num_prompts_per_step",
@@ -46,7 +58,10 @@ FILES = {
         f"logger: {{log_dir: '${{b40}}'}}\nb0: xxxxxxxxxx\n{DOUBLING}",
         "logger.log_dir: with its references written out",
     ),
-    "sections that double": (f"logger: {{log_dir: '${{c30}}'}}\nc0: {{x: 1}}\n{NODES}", "logger.log_dir: with its references written out"),
+    "sections that double": (
+        f"logger: {{log_dir: '${{c30}}'}}\nc0: {{x: 1}}\n{NODES}",
+        "logger.log_dir: with its references written out",
+    ),
     "5 MB": ("a: x\n" + "# " + "x" * (5 << 20), "more than 4 MiB"),
 }
 
@@ -79,8 +94,12 @@ PASS_THROUGH = {
         "policy.generation.vllm_kwargs.additional_config.a.0.trust_remote_code=1"
     ),
     "policy.hf_config_overrides.trust_remote_code=true": "policy.hf_config_overrides.trust_remote_code=true",
-    "policy.tokenizer.chat_template_kwargs.trust_remote_code=true": "policy.tokenizer.chat_template_kwargs.trust_remote_code=true",
-    "policy.megatron_cfg.model_overrides.trust_remote_code=true": "policy.megatron_cfg.model_overrides.trust_remote_code=true",
+    "policy.tokenizer.chat_template_kwargs.trust_remote_code=true": (
+        "policy.tokenizer.chat_template_kwargs.trust_remote_code=true"
+    ),
+    "policy.megatron_cfg.model_overrides.trust_remote_code=true": (
+        "policy.megatron_cfg.model_overrides.trust_remote_code=true"
+    ),
 }
 
 
@@ -89,7 +108,11 @@ PASS_THROUGH = {
 def test_no_key_lets_a_library_run_code_of_a_model_folder(override: str):
     problems = Problems(config := load_config("grpo_tiny.yaml", [f"++{override}"]))
     check_arguments(config, problems)
-    assert [problem for problem in problems.merged if str(problem).startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")]
+    assert [
+        problem
+        for problem in problems.merged
+        if str(problem).startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")
+    ]
 
 
 @pytest.mark.parametrize("value", ["false", "null"])

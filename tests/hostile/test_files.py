@@ -45,14 +45,18 @@ def open_weights(folder: Path) -> None:
 
 
 @NOT_AS_NAMED
-@pytest.mark.parametrize("file", ["../outside.safetensors", "{outside}", "below/inside.safetensors", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "{outside}", "below/inside.safetensors", "..", "", "a\\b", "a\0b"]
+)
 def test_a_weight_map_does_not_leave_its_folder(tmp_path: Path, file: str):
     folder = tmp_path / "model"
     (folder / "below").mkdir(parents=True)
     for path in (tmp_path / "outside.safetensors", folder / "below/inside.safetensors"):
         save_file({"a": torch.ones(2)}, path)
     weight_map(folder, file.format(outside=tmp_path / "outside.safetensors"))
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json places a in .*no file of this folder; it is not read"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors\.index\.json places a in .*no file of this folder; it is not read"
+    ):
         open_weights(folder)
 
 
@@ -183,12 +187,16 @@ def test_absurd_sizes_of_a_model_end_within_seconds(tmp_path: Path, key: str):
         config.pop("layers_block_type", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     limited(
-        "from mrl.config.model import read_model; read_model(Path(sys.argv[1]))", tmp_path, rf"ok|config\.json: .*({key}|num_hidden_layers)"
+        "from mrl.config.model import read_model; read_model(Path(sys.argv[1]))",
+        tmp_path,
+        rf"ok|config\.json: .*({key}|num_hidden_layers)",
     )
 
 
 @NOT_AS_NAMED
-@pytest.mark.parametrize("content", [b"[" * 10**6, b'{"a":' * 10**5, b"\xff\xfe", b"7", b'{"model_type": 7}'], ids=range(5))
+@pytest.mark.parametrize(
+    "content", [b"[" * 10**6, b'{"a":' * 10**5, b"\xff\xfe", b"7", b'{"model_type": 7}'], ids=range(5)
+)
 def test_a_config_that_is_none_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -230,7 +238,16 @@ def rows_of(kind: str, folder: Path) -> Path:
 
 @BOMB
 @pytest.mark.parametrize(
-    "kind", ["blank.jsonl.gz", "one_line.jsonl.gz", "texts.parquet", "nested.parquet", "rows.parquet", "one_text.parquet", "texts.arrow"]
+    "kind",
+    [
+        "blank.jsonl.gz",
+        "one_line.jsonl.gz",
+        "texts.parquet",
+        "nested.parquet",
+        "rows.parquet",
+        "one_text.parquet",
+        "texts.arrow",
+    ],
 )
 def test_rows_that_outgrow_their_file_are_refused(tmp_path: Path, kind: str):
     path = rows_of(kind, tmp_path)
@@ -267,7 +284,10 @@ def test_a_saved_data_set_does_not_leave_its_folder(tmp_path: Path, name: str):
 
 def limited(program: str, path: Path, message: str) -> None:
     """Runs `program` on `path`; it ends with a ValueError of this message, or prints ok, in little memory."""
-    wrapped = f"import sys\nfrom pathlib import Path\ntry:\n    {program}\n    print('ok')\nexcept ValueError as error:\n    print(error)"
+    wrapped = (
+        f"import sys\nfrom pathlib import Path\ntry:\n    {program}\n    print('ok')\nexcept ValueError as "
+        "error:\n    print(error)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", wrapped, str(path)],
         capture_output=True,

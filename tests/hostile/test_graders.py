@@ -98,8 +98,16 @@ def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
             {"instruction_id_list": ["detectable_content:number_placeholders"], "kwargs": [{"num_placeholders": 1}]},
         ),
         ("instruction_following", "<" * 40_000, {"instruction_id_list": ["detectable_format:title"], "kwargs": [None]}),
-        ("instruction_following", "`" * 40_000, {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [None]}),
-        ("instruction_following", "a" + " " * 40_000 + "b", {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [None]}),
+        (
+            "instruction_following",
+            "`" * 40_000,
+            {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [None]},
+        ),
+        (
+            "instruction_following",
+            "a" + " " * 40_000 + "b",
+            {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [None]},
+        ),
         (
             "instruction_following",
             "a" + "\n" * 40_000 + "x",
@@ -110,7 +118,10 @@ def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
         (
             "workplace_assistant",
             "<tool_call><function=f>" + "<parameter=a>" * 20_000 + "</function></tool_call>",
-            {"ground_truth": [{"name": "email_delete_email", "arguments": {"email_id": "1"}}], "tables": {"emails": [{"email_id": "1"}]}},
+            {
+                "ground_truth": [{"name": "email_delete_email", "arguments": {"email_id": "1"}}],
+                "tables": {"emails": [{"email_id": "1"}]},
+            },
         ),
         (
             "workplace_assistant",
@@ -127,7 +138,9 @@ def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
         ("math", "\\boxed{" + "9" * 100_000 + "}", {}),
     ],
 )
-def test_what_a_grader_cannot_read_is_reward_0(graders: dict[str, Pool], name: str, text: str, fields: dict[str, object]):
+def test_what_a_grader_cannot_read_is_reward_0(
+    graders: dict[str, Pool], name: str, text: str, fields: dict[str, object]
+):
     (verdict,) = graders[name].score([Task((text,), "42", row=json.dumps(fields))])
     assert (verdict.status, verdict.is_valid, verdict.reward) == ("ok", True, 0.0), verdict.reason
 
@@ -176,7 +189,8 @@ def test_a_schema_that_judges_nothing_is_the_rows_fault(graders: dict[str, Pool]
 )
 def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, Pool], bad: str):
     tasks = [
-        Task((f"{'a' * index} {bad}" if index % 4 == 0 else f"so \\boxed{{{index}}}",), str(index)) for index in range(4 * NUM_HONEST // 3)
+        Task((f"{'a' * index} {bad}" if index % 4 == 0 else f"so \\boxed{{{index}}}",), str(index))
+        for index in range(4 * NUM_HONEST // 3)
     ]
     verdicts = graders["math"].score(tasks)
     assert [verdict.reward for index, verdict in enumerate(verdicts) if index % 4] == [1.0] * NUM_HONEST

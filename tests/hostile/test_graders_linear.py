@@ -19,7 +19,9 @@ from tests.sources import ROOT
 from tests.waiting import growth
 
 NUM_CHARACTERS = 5_000
-"""The other text is four times as long, on which a quadratic pattern takes 16 times as long. Graders read more than both."""
+"""The other text is four times as long, on which a quadratic pattern takes 16 times as long. Graders read more than
+both.
+"""
 
 ARGUMENTS: Mapping[str, object] = {
     "keyword": "ab",
@@ -33,8 +35,12 @@ ARGUMENTS: Mapping[str, object] = {
     "prompt_to_repeat": "a",
     "end_phrase": "a",
     "nth_paragraph": 1,
-    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_paragraphs", "num_words"), 1),
-    **dict.fromkeys(("num_placeholders", "num_bullets", "num_highlights", "num_sections", "n_sent", "n_words", "n", "m", "N"), 1),
+    **dict.fromkeys(
+        ("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_paragraphs", "num_words"), 1
+    ),
+    **dict.fromkeys(
+        ("num_placeholders", "num_bullets", "num_highlights", "num_sections", "n_sent", "n_words", "n", "m", "N"), 1
+    ),
     **dict.fromkeys(("keyword1", "keyword2", "last_word"), "a"),
     "n_start": 0,
     "n_end": 1,
@@ -88,8 +94,8 @@ def search_end(text: str) -> None:
 
 
 NUMBERS = (
-    "COMPUTING _VULGAR _SUPERSCRIPTS _ROOT _FONT _NOTHING _THOUSANDS _SPELLINGS _WORDS _DECIMAL _REPEATING _MIXED _RATIO _BODY _UNIT _LIST "
-    "_HEDGE _UNFINISHED _JOINED _EQUALS computed _one_side _unit"
+    "COMPUTING _VULGAR _SUPERSCRIPTS _ROOT _FONT _NOTHING _THOUSANDS _SPELLINGS _WORDS _DECIMAL _REPEATING _MIXED "
+    "_RATIO _BODY _UNIT _LIST _HEDGE _UNFINISHED _JOINED _EQUALS computed _one_side _unit"
 ).split()
 HEDGES = "_BEFORE _BEHIND _OR_BEFORE _OR_BEHIND _ALSO _NUMBERS _NAMES _JOINTS".split()
 
@@ -127,11 +133,13 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     },
     **{
         f"mrl.envs.instruction_following.{name}": follow_all
-        for name in "_occurrences _number_paragraphs _nth_paragraph _postscript _bullets _highlights _sections _repeat_phrase "
-        "_is_last_word _composition CHECKS".split()
+        for name in "_occurrences _number_paragraphs _nth_paragraph _postscript _bullets _highlights _sections "
+        "_repeat_phrase _is_last_word _composition CHECKS".split()
     },
 }
-"""Callers by the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
+"""Callers by the module, and the name that is assigned or the function that holds the pattern: what puts a text through
+it.
+"""
 
 MEETS_NO_TEXT = {
     "mrl.envs.math_value.SCIENTIFIC",
@@ -168,13 +176,80 @@ Those are bounded by the deadline.
 """
 
 PIECES = (
-    *(" ", "\n", "\n ", "a", "A. ", '."', ". ", "'", "(", "[", "[a", "<", "<<", "<<a", ">>", "*", "**", "**a", "* a", "***", "-", "- "),
-    *("`", "```", "```\n", "```a\n", "p. ", "P.", "Section ", "answer", "answer ", "answer: ", "answer is ", "\\boxed{", "\\boxed{ "),
-    *("\\text{", "\\text{a", "$", "\\frac", "\\frac{1", "\\(", "\\[", "$$", "1", "1,", "1 111", "1.", "+", "|", "<tool_call>"),
+    *(
+        " ",
+        "\n",
+        "\n ",
+        "a",
+        "A. ",
+        '."',
+        ". ",
+        "'",
+        "(",
+        "[",
+        "[a",
+        "<",
+        "<<",
+        "<<a",
+        ">>",
+        "*",
+        "**",
+        "**a",
+        "* a",
+        "***",
+        "-",
+        "- ",
+    ),
+    *(
+        "`",
+        "```",
+        "```\n",
+        "```a\n",
+        "p. ",
+        "P.",
+        "Section ",
+        "answer",
+        "answer ",
+        "answer: ",
+        "answer is ",
+        "\\boxed{",
+        "\\boxed{ ",
+    ),
+    *(
+        "\\text{",
+        "\\text{a",
+        "$",
+        "\\frac",
+        "\\frac{1",
+        "\\(",
+        "\\[",
+        "$$",
+        "1",
+        "1,",
+        "1 111",
+        "1.",
+        "+",
+        "|",
+        "<tool_call>",
+    ),
     *("<function=", "<function=a>", "<parameter=", "<parameter=a>", "</parameter>", "</function>", "\x1b["),
 )
 
-HEADS = ("a", "A.", "answer", "answer is", "answer:", "\\boxed{", "\\boxed{\\text{", "Section", "p.p.", "```\na", "<<", "[", "*")
+HEADS = (
+    "a",
+    "A.",
+    "answer",
+    "answer is",
+    "answer:",
+    "\\boxed{",
+    "\\boxed{\\text{",
+    "Section",
+    "p.p.",
+    "```\na",
+    "<<",
+    "[",
+    "*",
+)
 """Texts that a long run of white space may follow."""
 
 
@@ -206,16 +281,34 @@ def test_each_pattern_is_known_here():
 
 
 @pytest.mark.attack("an answer starves the others")
-@pytest.mark.parametrize(("head", "piece"), [*(("", piece) for piece in PIECES), *((head, " ") for head in HEADS), ("a", "\n")])
+@pytest.mark.parametrize(
+    ("head", "piece"), [*(("", piece) for piece in PIECES), *((head, " ") for head in HEADS), ("a", "\n")]
+)
 def test_no_text_takes_more_than_linear_time(head: str, piece: str):
-    for name, run in [*{run: (name, run) for name, run in MEETS_TEXT.items()}.values(), ("code blocks", last_code_block)]:
+    for name, run in [
+        *{run: (name, run) for name, run in MEETS_TEXT.items()}.values(),
+        ("code blocks", last_code_block),
+    ]:
         assert growth(lambda length, run=run: run((head + piece * length)[:length] + "1"), NUM_CHARACTERS) < 8, name
 
 
 @pytest.mark.attack("an answer starves the others")
 @pytest.mark.parametrize(
     "piece",
-    ["$", "$$a", "\\(\\boxed{a}", "\\[", " [\\boxed{a}", "**1", "1 ", "1,", "\\boxed{a} and ", "$a$ and ", "answer: $", "final answer is "],
+    [
+        "$",
+        "$$a",
+        "\\(\\boxed{a}",
+        "\\[",
+        " [\\boxed{a}",
+        "**1",
+        "1 ",
+        "1,",
+        "\\boxed{a} and ",
+        "$a$ and ",
+        "answer: $",
+        "final answer is ",
+    ],
 )
 def test_math_verifys_patterns_are_bounded(piece: str):
     assert growth(lambda length: math_value.score((piece * length)[:length], "42"), NUM_CHARACTERS) < 8

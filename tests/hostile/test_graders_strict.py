@@ -24,12 +24,44 @@ EXPRESSIONS = [
     *("\\frac{\\pi}{4}", "\\sqrt{2}", "3\\sqrt{13}", "x^2+1", "p - q", "\\left( 3, \\frac{\\pi}{2} \\right)"),
     *("\\left[-\\frac{1}{2},\\infty\\right)", "\\left(-\\infty,2\\right)\\cup(3,\\infty)"),
     *("\\begin{pmatrix} -1/3 \\\\ 2/3 \\\\ 5/3 \\end{pmatrix}", "\\{1,2,3\\}", "1,-2", "1 \\pm \\sqrt{19}"),
-    *("\\frac{1 \\pm \\sqrt{5}}{2}", "y = 2x + 3", "3 \\le x \\le 5", "6 - 5i", "2516_8", "\\text{(C)}", "\\text{Evelyn}", "\\log_2 5"),
-    *("\\binom{10}{3}", "\\frac{9!}{2}", "\\cot x", "e^{x^2}", "5(3x+1)^{2}", "(x+1)^{2024}", "2^{2005}", "2^{2^{10}}", "10^{100}"),
+    *(
+        "\\frac{1 \\pm \\sqrt{5}}{2}",
+        "y = 2x + 3",
+        "3 \\le x \\le 5",
+        "6 - 5i",
+        "2516_8",
+        "\\text{(C)}",
+        "\\text{Evelyn}",
+        "\\log_2 5",
+    ),
+    *(
+        "\\binom{10}{3}",
+        "\\frac{9!}{2}",
+        "\\cot x",
+        "e^{x^2}",
+        "5(3x+1)^{2}",
+        "(x+1)^{2024}",
+        "2^{2005}",
+        "2^{2^{10}}",
+        "10^{100}",
+    ),
     *("9.6\\times10^{2}",),
 ]
 NUMBERS = [
-    *("42", "-3", "2220", "1,200", "1{,}200", "\\$18", "$18$", "\\$32,\\!348", "12.5\\%", "1.36", "\\frac{14}{3}", "-\\frac{35}{9}"),
+    *(
+        "42",
+        "-3",
+        "2220",
+        "1,200",
+        "1{,}200",
+        "\\$18",
+        "$18$",
+        "\\$32,\\!348",
+        "12.5\\%",
+        "1.36",
+        "\\frac{14}{3}",
+        "-\\frac{35}{9}",
+    ),
     *("\\frac{243}{625}", "90^\\circ", "15\\mbox{ cm}^2", "6.5 \\text{ feet}"),
 ]
 
@@ -45,11 +77,32 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("expected", "answers"),
     [
-        ("42", r"\boxed{12+30}  12+30  $12+30$  \boxed{6\cdot 7}  \boxed{84/2}  \boxed{\frac{84}{2}}  \boxed{\sqrt{1764}}  \boxed{42^1}"),
-        ("42", r"\boxed{\sum_{k=1}^{6} 2k}  \boxed{\int_0^{42} 1 dx}  \boxed{\lim_{x \to 0} 42}  \boxed{\gcd(84,126)}  \boxed{\max(42,1)}"),
-        ("42", r"\boxed{|{-42}|}  \boxed{\lfloor 42.5\rfloor}  \boxed{\binom{42}{1}}  \boxed{41=42}  41=42  41 = 42  $41=42$"),
+        (
+            "42",
+            (
+                r"\boxed{12+30}  12+30  $12+30$  \boxed{6\cdot 7}  \boxed{84/2}  \boxed{\frac{84}{2}}  "
+                r"\boxed{\sqrt{1764}}  \boxed{42^1}"
+            ),
+        ),
+        (
+            "42",
+            (
+                r"\boxed{\sum_{k=1}^{6} 2k}  \boxed{\int_0^{42} 1 dx}  \boxed{\lim_{x \to 0} 42}  \boxed{\gcd(84,126)} "
+                r" \boxed{\max(42,1)}"
+            ),
+        ),
+        (
+            "42",
+            (
+                r"\boxed{|{-42}|}  \boxed{\lfloor 42.5\rfloor}  \boxed{\binom{42}{1}}  \boxed{41=42}  41=42  41 = 42  "
+                r"$41=42$"
+            ),
+        ),
         (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}  \boxed{1-\frac12}  \boxed{2^{-1}}  \boxed{0.5 \cdot 1}"),
-        (r"2\sqrt{2}", r"\boxed{\sqrt{8}}  \boxed{\frac{4}{\sqrt{2}}}  \boxed{\sqrt{2}+\sqrt{2}}  \boxed{\frac{4\sqrt{2}}{2}}"),
+        (
+            r"2\sqrt{2}",
+            r"\boxed{\sqrt{8}}  \boxed{\frac{4}{\sqrt{2}}}  \boxed{\sqrt{2}+\sqrt{2}}  \boxed{\frac{4\sqrt{2}}{2}}",
+        ),
         ("0.5", r"\boxed{1-\frac{1}{2}}"),
     ],
 )
@@ -69,7 +122,10 @@ def test_no_expected_answer_is_refused(expected: str, is_strict: bool):
 
 
 def test_final_answers_stay_right():
-    answers = r"42  042  42.0  12+30=42  $12+30=42$  x = 42  \boxed{x=42}  so it is 42.  \boxed{42 \text{ apples}}  $42  #### 42"
+    answers = (
+        r"42  042  42.0  12+30=42  $12+30=42$  x = 42  \boxed{x=42}  so it is 42.  \boxed{42 \text{ apples}} "
+        r" $42  #### 42"
+    )
     assert [answer for answer in answers.split("  ") if score(answer, "42", is_strict=True)[0] != 1.0] == []
 
 
@@ -88,9 +144,12 @@ def test_the_demo_is_strict():
 
 
 HEDGED = (
-    r"<answer>41 or 42</answer>  <answer>42 or 41</answer>  #### 41 or 42  <answer>not 42</answer>  #### not 42  #### at least 42  "
-    r"#### > 42  <answer>between 41 and 42</answer>  <answer>x = 41 or x = 42</answer>  <answer>$41$ or $42$</answer>  #### 41, 42  "
-    r"#### x \ne 42  <answer>41, 42, or 43</answer>  <answer>maybe 42</answer>  <answer>42?</answer>  <answer>42 \pm 1</answer>  "
+    r"<answer>41 or 42</answer>  <answer>42 or 41</answer>  #### 41 or 42  <answer>not 42</answer>  #### not 42  "
+    r"#### at least 42  "
+    r"#### > 42  <answer>between 41 and 42</answer>  <answer>x = 41 or x = 42</answer>  <answer>$41$ or "
+    r"$42$</answer>  #### 41, 42  "
+    r"#### x \ne 42  <answer>41, 42, or 43</answer>  <answer>maybe 42</answer>  <answer>42?</answer>  <answer>42 "
+    r"\pm 1</answer>  "
     r"#### isn't 42  The answer is not 42.  The answer is 41 or 42.  Answer: 42 or 43  <answer>more than 42</answer>  "
     r"#### cannot be 42  #### 42 or more"
 )
@@ -129,15 +188,34 @@ def test_numbers_compare_exactly(expected: str, said: str, is_strict: bool):
 
 
 def test_an_equation_before_a_box_does_not_count():
-    lefts = r"f(3)  a_3  20% of 90  9 x 2  9 \times 2  1,018 - 1,000  \$1,018 - \$1,000  \frac{3}{4} \times 24  half of 36  n + 1  |x|"
-    assert [left for left in lefts.split("  ") if score(f"{left} = \\boxed{{18}}", "18", is_strict=True)[0] != 1.0] == []
+    lefts = (
+        r"f(3)  a_3  20% of 90  9 x 2  9 \times 2  1,018 - 1,000  \$1,018 - \$1,000  \frac{3}{4} \times 24  "
+        r"half of 36  n + 1  |x|"
+    )
+    assert [
+        left for left in lefts.split("  ") if score(f"{left} = \\boxed{{18}}", "18", is_strict=True)[0] != 1.0
+    ] == []
 
 
 @pytest.mark.attack("an answer starves the others")
 @pytest.mark.parametrize(
     "said",
-    [*("10^{999999999}", r"\frac{10^{999999999}}{3}", "2^{3^{4^{5^{6}}}}", r"\sqrt{99999999999999999999999999999999999961}", "9" * 290)]
-    + ["(" * 140 + "1" + ")" * 140, "1e999999999", r"0.\overline{" + "1" * 280 + "}", "1/" * 140 + "1", r"\sqrt" * 50 + "{2}"],
+    [
+        *(
+            "10^{999999999}",
+            r"\frac{10^{999999999}}{3}",
+            "2^{3^{4^{5^{6}}}}",
+            r"\sqrt{99999999999999999999999999999999999961}",
+            "9" * 290,
+        )
+    ]
+    + [
+        "(" * 140 + "1" + ")" * 140,
+        "1e999999999",
+        r"0.\overline{" + "1" * 280 + "}",
+        "1/" * 140 + "1",
+        r"\sqrt" * 50 + "{2}",
+    ],
 )
 def test_no_plain_number_takes_long(said: str):
     for expected in ("42", "0.5", r"3\sqrt{2}", "10^{5000}"):
@@ -187,7 +265,8 @@ def test_schemas_never_fetch(tmp_path: Path, keyword: str, scheme: str):
 @pytest.mark.parametrize(
     "text",
     [
-        "<think>so 30</think>\\boxed{32}", "<think>\\boxed{32}</think>", "<b>Answer</b> \\boxed{32}", "<|im_start|>\\boxed{32}",
+        "<think>so 30</think>\\boxed{32}", "<think>\\boxed{32}</think>", "<b>Answer</b> \\boxed{32}",
+        "<|im_start|>\\boxed{32}",
         "12 + 20 -> \\boxed{32}", "answer >> \\boxed{32}", "hence => 32", "<answer>32</answer>",
     ],
 )  # fmt: skip
@@ -196,4 +275,6 @@ def test_a_mark_before_an_answer_compares_nothing(text: str):
 
 
 def test_a_comparison_before_an_answer_is_a_bound():
-    assert [score(text, "32", is_strict=False)[0] for text in ("x > \\boxed{32}", "<b>x</b> > \\boxed{32}", "x \\geq 32")] == [0.0] * 3
+    assert [
+        score(text, "32", is_strict=False)[0] for text in ("x > \\boxed{32}", "<b>x</b> > \\boxed{32}", "x \\geq 32")
+    ] == [0.0] * 3

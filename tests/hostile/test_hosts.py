@@ -62,7 +62,12 @@ def test_a_living_owner_elsewhere_keeps_its_folder(temporary: Path, changes: dic
 
 @pytest.mark.parametrize(
     ("changes", "age_s"),
-    [({"pid": NOBODY}, 0.0), ({"start": 1}, 0.0), ({"namespace": 1}, 2 * ABANDONED_S), ({"boot": "0" * 32}, 2 * ABANDONED_S)],
+    [
+        ({"pid": NOBODY}, 0.0),
+        ({"start": 1}, 0.0),
+        ({"namespace": 1}, 2 * ABANDONED_S),
+        ({"boot": "0" * 32}, 2 * ABANDONED_S),
+    ],
     ids=["ended", "its id is another's", "silent container", "before the last boot"],
 )
 def test_a_dead_owner_s_folder_goes(temporary: Path, changes: dict, age_s: float):
@@ -156,7 +161,9 @@ def test_compiled_code_is_kept_where_nobody_else_writes(home: Path, monkeypatch:
     assert os.environ["VLLM_CACHE_ROOT"] == "/chosen"
 
 
-def test_compiled_code_outlives_a_container_beside_the_cache_of_the_hub(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_code_outlives_a_container_beside_the_cache_of_the_hub(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     shared = tmp_path / "shared"
     monkeypatch.setenv("HF_HOME", str(shared / "huggingface"))
     assert keep_caches_private() == ""

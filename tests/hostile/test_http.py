@@ -93,7 +93,9 @@ def answer(client: socket.socket) -> tuple[int, object]:
     while b"\r\n\r\n" not in said:
         said += client.recv(65536)
     headers, _, body = said.partition(b"\r\n\r\n")
-    (length,) = (int(line.split(b":")[1]) for line in headers.lower().splitlines() if line.startswith(b"content-length"))
+    (length,) = (
+        int(line.split(b":")[1]) for line in headers.lower().splitlines() if line.startswith(b"content-length")
+    )
     while len(body) < length:
         body += client.recv(65536)
     return status(said), json.loads(body)
@@ -101,7 +103,9 @@ def answer(client: socket.socket) -> tuple[int, object]:
 
 def is_served(server: tuple[str, int]) -> bool:
     headers = {"Authorization": f"Bearer {KEY}"}
-    done = httpx.post(f"http://{server[0]}:{server[1]}/v1/completions", content=b"x" * MAX_BODY, headers=headers, timeout=HANG_S)
+    done = httpx.post(
+        f"http://{server[0]}:{server[1]}/v1/completions", content=b"x" * MAX_BODY, headers=headers, timeout=HANG_S
+    )
     return (done.status_code, done.json()) == (200, {"read": MAX_BODY})
 
 
@@ -113,7 +117,9 @@ def is_served(server: tuple[str, int]) -> bool:
      f"X-Authorization: Bearer {KEY}\r\n", f"Authorization: Bearer {KEY.upper()}\r\n",
      "Authorization: Bearer \xff\r\n", f"Cookie: api_key={KEY}\r\n"],
 )  # fmt: skip
-@pytest.mark.parametrize("body", ["Content-Length: 536870912\r\n", "Transfer-Encoding: chunked\r\n"], ids=["long", "chunked"])
+@pytest.mark.parametrize(
+    "body", ["Content-Length: 536870912\r\n", "Transfer-Encoding: chunked\r\n"], ids=["long", "chunked"]
+)
 def test_without_the_key_no_body_is_waited_for(client: socket.socket, key: str, body: str):
     client.sendall(head(key, body))
     said = received(client)
@@ -150,7 +156,9 @@ def test_the_path_without_a_key_takes_no_body(client: socket.socket, body: str):
     assert status(received(client)) == 413
 
 
-@pytest.mark.parametrize("path", ["/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models", "/docs", "/openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models", "/docs", "/openapi.json"]
+)
 def test_other_paths_need_the_key(client: socket.socket, path: str):
     client.sendall(head(path=path, method="GET"))
     assert status(received(client)) == 401
@@ -158,7 +166,8 @@ def test_other_paths_need_the_key(client: socket.socket, path: str):
 
 @pytest.mark.parametrize(
     "lines",
-    ["Content-Length: -1\r\n", "Content-Length: 1e3\r\n", "Content-Length: 1\r\nContent-Length: 2\r\n", "A" * 2_000_000 + ": b\r\n",
+    ["Content-Length: -1\r\n", "Content-Length: 1e3\r\n", "Content-Length: 1\r\nContent-Length: 2\r\n",
+     "A" * 2_000_000 + ": b\r\n",
      "Content-Length: 1" + "0" * 30 + "\r\n", "A: b\r\n" * 200_000],
     ids=["negative", "no number", "two", "long header", "astronomic", "many headers"],
 )  # fmt: skip
@@ -182,7 +191,9 @@ def test_the_key_counts_for_its_own_request_alone(client: socket.socket):
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["stranger", "after a request"])
 @pytest.mark.parametrize("trickle", [b"", b"A"], ids=["silent", "byte by byte"])
-def test_headers_have_a_deadline(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch, is_known: bool, trickle: bytes):
+def test_headers_have_a_deadline(
+    server: tuple[str, int], monkeypatch: pytest.MonkeyPatch, is_known: bool, trickle: bytes
+):
     with ExitStack() as stack:
         if not is_known:
             monkeypatch.setattr(http_gate, "HEADER_S", SOON_S)
@@ -227,7 +238,9 @@ def test_strangers_do_not_shut_out_who_has_the_key(server: tuple[str, int], monk
         assert answer(known) == (200, {"read": 3})
         strangers = [stack.enter_context(socket.create_connection(server, timeout=HANG_S)) for _ in range(300)]
         assert is_served(server)
-        assert all(received(stranger) == b"" for stranger in strangers[: 300 - http_gate.MAX_STRANGERS])  # closed, the oldest first
+        assert all(
+            received(stranger) == b"" for stranger in strangers[: 300 - http_gate.MAX_STRANGERS]
+        )  # closed, the oldest first
         known.sendall(head(AUTHORIZED, "Content-Length: 4\r\n") + b"abcd")
         assert answer(known) == (200, {"read": 4})
 
@@ -255,7 +268,10 @@ LIMITS = Limits(max_model_len=1000, num_slots=8)
         ({"prompt": ["a"] * 1000, "n": 16}, "n=16"),
         ({"prompt": "a", "n": 9}, "n=9"),
         ({"messages": [{"role": "user", "content": "a"}], "n": 10**9}, "n=1000000000"),
-        *(({"prompt": "a", "n": n}, "n: must be a whole number") for n in ("4000", 4000.0, "1", 1.0, [1], {}, True, "x", 1e999)),
+        *(
+            ({"prompt": "a", "n": n}, "n: must be a whole number")
+            for n in ("4000", 4000.0, "1", 1.0, [1], {}, True, "x", 1e999)
+        ),
         ({"structured_outputs": {"choice": [f"c{i}" for i in range(50_000)]}}, "50000 alternatives"),
         ({"structured_outputs": {"regex": "|".join(f"c{i}" for i in range(20_000))}}, "19999 alternatives"),
         ({"structured_outputs": {"grammar": 'root ::= "a"' + ' | "a"' * 2_000}}, "2000 alternatives"),
@@ -289,7 +305,11 @@ def test_a_request_that_asks_for_too_much_is_told_the_limit(body: dict[str, obje
         {"prompt": "a", "n": None},
         {},
         {"structured_outputs": {"choice": ["c"] * 1024}},
-        {"response_format": {"json_schema": {"schema": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}}},
+        {
+            "response_format": {
+                "json_schema": {"schema": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}
+            }
+        },
     ],
     ids=range(7),
 )
@@ -310,13 +330,22 @@ def test_deep_requests_are_measured_too(field: str):
 
 
 def test_tools_of_which_no_grammar_is_made_may_be_many():
-    tools = [{"function": {"name": f"f{i}", "description": "a|b " * 100, "parameters": {"enum": list(range(100))}}} for i in range(300)]
-    assert find_excess({"prompt": "a", "tools": tools}, LIMITS) == find_excess({"tools": tools, "tool_choice": "auto"}, LIMITS) == ""
+    tools = [
+        {"function": {"name": f"f{i}", "description": "a|b " * 100, "parameters": {"enum": list(range(100))}}}
+        for i in range(300)
+    ]
+    assert (
+        find_excess({"prompt": "a", "tools": tools}, LIMITS)
+        == find_excess({"tools": tools, "tool_choice": "auto"}, LIMITS)
+        == ""
+    )
     assert "alternatives" in find_excess({"tools": tools, "tool_choice": {"function": {"name": "f1"}}}, LIMITS)
 
 
 @pytest.mark.parametrize(
-    "body", [{"vllm_xargs": {"kv_transfer_params": "x"}}, {"kv_transfer_params": {"a": 1}}, {"ec_transfer_params": [1]}], ids=repr
+    "body",
+    [{"vllm_xargs": {"kv_transfer_params": "x"}}, {"kv_transfer_params": {"a": 1}}, {"ec_transfer_params": [1]}],
+    ids=repr,
 )
 def test_fields_of_other_servers_are_refused(body: dict[str, object]):
     assert f"{next(iter(body))}: answers are not" in find_refusal(body, LIMITS, session_id=None)

@@ -45,7 +45,12 @@ def outcomes(identity: str) -> Outcomes:
     with tempfile.TemporaryDirectory(prefix="mrl-hostile-") as folder:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-m", "tests.hostile.run_attacks", identity, folder]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_TOKEN": f"answer-{os.urandom(8).hex()}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HF_TOKEN": f"answer-{os.urandom(8).hex()}",
+        }
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANG_S)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)
@@ -107,13 +112,16 @@ with build_environment("code", EnvConfig(code=CodeEnvConfig(num_workers=1))) as 
         except RuntimeError:
             is_full.set()
     (verdict,) = pool.score([Task(("```\\nprint(42)\\n```",), row=json.dumps(tests))])
-    said = {"reward": verdict.reward, "reason": verdict.reason, "was_waiting": is_over.is_set(), "num_threads": len(bomb)}
+    said = {"reward": verdict.reward, "reason": verdict.reason}
+    said |= {"was_waiting": is_over.is_set(), "num_threads": len(bomb)}
 print(json.dumps(said))
 """
 
 
 def test_a_program_starts_although_the_threads_of_another_fill_the_limit():
-    done = subprocess.run([sys.executable, "-c", BESIDE_A_BOMB], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_BOMB], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout)
     assert said["reward"] == 1.0 and said["was_waiting"] and said["num_threads"] > 100, said

@@ -65,7 +65,9 @@ def test_the_default_of_a_secret_is_one(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("RUN_NAME", "first-run"), ("SCRATCH", "/scratch/somebody"), ("SLURM_JOB_ID", "1234567")], ids=lambda value: value
+    ("name", "value"),
+    [("RUN_NAME", "first-run"), ("SCRATCH", "/scratch/somebody"), ("SLURM_JOB_ID", "1234567")],
+    ids=lambda value: value,
 )
 def test_places_and_names_stay_readable(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, value)
@@ -75,7 +77,9 @@ def test_places_and_names_stay_readable(name: str, value: str, monkeypatch: pyte
 KEY = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nBAQEFAASCBKcwggSjAgEAAoI\r\n-----END PRIVATE KEY-----\n"
 
 
-@pytest.mark.parametrize("quote", [str, repr, lambda key: key.splitlines()[1], lambda key: " ".join(key.split("\n"))], ids=range(4))
+@pytest.mark.parametrize(
+    "quote", [str, repr, lambda key: key.splitlines()[1], lambda key: " ".join(key.split("\n"))], ids=range(4)
+)
 def test_no_line_of_a_long_secret_is_printed(monkeypatch: pytest.MonkeyPatch, quote: Callable[[str], str]):
     """Secrets of the environment and of a config; whole, and as messages quote a part of it."""
     said = f"cannot read {quote(KEY)}"

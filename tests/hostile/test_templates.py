@@ -55,11 +55,15 @@ def tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeni
 )
 def test_a_template_that_never_ends_is_refused(tokenizer: PreTrainedTokenizerFast, template: str):
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=r"its chat template takes more than 1 s or 2 GiB .*policy\.tokenizer\.chat_template$"):
+    with pytest.raises(
+        ValueError, match=r"its chat template takes more than 1 s or 2 GiB .*policy\.tokenizer\.chat_template$"
+    ):
         try_template(tokenizer, None)
 
 
-@pytest.mark.parametrize("template", [None, PLAIN, "{{ raise_exception('no') }}", "{{ messages[7].x.y }}", "{% if %}"], ids=range(5))
+@pytest.mark.parametrize(
+    "template", [None, PLAIN, "{{ raise_exception('no') }}", "{{ messages[7].x.y }}", "{% if %}"], ids=range(5)
+)
 def test_others_go_on_to_the_rows(tokenizer: PreTrainedTokenizerFast, template: str | None):
     tokenizer.chat_template = template or tokenizer.chat_template
     try_template(tokenizer, {"enable_thinking": True})
@@ -77,20 +81,31 @@ def test_the_check_says_it(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["some rows", "all rows"])
-def test_a_row_that_a_template_never_ends_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_strict: bool):
+def test_a_row_that_a_template_never_ends_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_strict: bool
+):
     """The template loops for one row alone, in which the trial's conversations have no part."""
     monkeypatch.setattr(trial, "CPU_S", 1)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": text, "answer": "2"}) + "\n" for text in ("1+1=", "never?", "2+0=", "never?")))
+    rows.write_text(
+        "".join(json.dumps({"question": text, "answer": "2"}) + "\n" for text in ("1+1=", "never?", "2+0=", "never?"))
+    )
     (tmp_path / "loop.jinja").write_text("{% if 'never' in messages[0]['content'] %}" + LOOP + "{% endif %}" + PLAIN)
-    words = [f"policy.model_name={folder}", f"policy.tokenizer.name={folder}", f"policy.tokenizer.chat_template={tmp_path}/loop.jinja",
-             f"data.train.data_path={rows}", "data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false"]  # fmt: skip
+    words = [f"policy.model_name={folder}", f"policy.tokenizer.name={folder}",
+             f"policy.tokenizer.chat_template={tmp_path}/loop.jinja",
+             f"data.train.data_path={rows}", "data.validation=null", "grpo.val_period=0",
+             "grpo.val_at_start=false"]  # fmt: skip
     look = look_at_data(load_config("grpo_tiny.yaml", words), is_strict=is_strict)
-    assert [f"{rows}:2: the chat template takes more than 1 s to write this row" in str(problem) for problem in look.problems] == [True]
+    assert [
+        f"{rows}:2: the chat template takes more than 1 s to write this row" in str(problem)
+        for problem in look.problems
+    ] == [True]
     assert not look.unseen
 
 
-def test_other_rows_take_nothing_from_the_limit_of_one(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch):
+def test_other_rows_take_nothing_from_the_limit_of_one(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
     """Each row has its own seconds, and other threads' do not count."""
     monkeypatch.setattr(trial, "CPU_S", 0.2)
     tokenizer.chat_template = "{% for i in range(9999) %}{% endfor %}" + PLAIN

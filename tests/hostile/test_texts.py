@@ -45,7 +45,9 @@ HOSTILE = {
     "deep JSON": "[" * 100_000,
     "10 MB": "0123456789" * 1_000_000,
 }
-STEERS = [chr(code) for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+STEERS = [
+    chr(code) for code in (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+]
 
 every_text = pytest.mark.parametrize("text", list(HOSTILE.values()), ids=list(HOSTILE))
 breaks = pytest.mark.attack("a text breaks a report or the console")
@@ -111,7 +113,12 @@ def test_what_a_grader_says_again_is_safe():
         verdicts = pool.score([Task((text,)) for text in texts])
     for verdict in verdicts:
         assert verdict.status == "ok" and len(verdict.extracted) <= MAX_EXTRACTED_CHARACTERS
-        said = [verdict.extracted, *verdict.components, *verdict.flags, *(message["content"] for message in verdict.observation)]
+        said = [
+            verdict.extracted,
+            *verdict.components,
+            *verdict.flags,
+            *(message["content"] for message in verdict.observation),
+        ]
         assert all(map(is_safe, said))
 
 

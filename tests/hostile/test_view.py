@@ -18,7 +18,9 @@ from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.attack("a run folder of a stranger")
 
-BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]
+)
 DUMP = "logs/exp_001/train_data_step1.jsonl.gz"
 
 
@@ -58,7 +60,8 @@ def put(folder: Path, name: str, content: object) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["metrics.jsonl", "samples.jsonl", "config.yaml", "about.json", "refit.json", "x.json", "evaluations/x.json", "step_1/manifest.json",
+    ["metrics.jsonl", "samples.jsonl", "config.yaml", "about.json", "refit.json", "x.json", "evaluations/x.json",
+     "step_1/manifest.json",
      DUMP, "logs/exp_001/actors/driver.spans.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
@@ -72,7 +75,9 @@ def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str):
     assert isinstance(found, dict) or (str(path) in found and "\n" not in found)
 
 
-@pytest.mark.parametrize("text", [BOMB, "[" * 100_000, "a: " + "9" * 100_000, "a: !!python/object:os.system {}", "- 1", "\0"], ids=range(6))
+@pytest.mark.parametrize(
+    "text", [BOMB, "[" * 100_000, "a: " + "9" * 100_000, "a: !!python/object:os.system {}", "- 1", "\0"], ids=range(6)
+)
 def test_configs_that_never_end_are_left_out(folder: Path, text: str):
     put(folder, "config.yaml", text)
     found = shown(folder)
@@ -88,8 +93,15 @@ def test_odd_values_end_in_one_line(folder: Path, value: object):
     evaluation = {"metric": "x", "scores": {}, "prompts": [{"prompt": "a", "answers": [{"text": "b"}]}]}
     cases: dict[str, list[object]] = {
         "metrics.jsonl": [{"step": value}, {"step": 1, "train/loss": value}, {"step": 1, "time/total": value}, value],
-        "samples.jsonl": [dict.fromkeys(["step", "split", "prompt", "text", "extracted", "expected", "reward", "status"], value)],
-        "config.yaml": [{"grpo": value}, {"algorithm": value}, {"cluster": {"num_nodes": value}}, {"grpo": {"max_num_steps": value}}],
+        "samples.jsonl": [
+            dict.fromkeys(["step", "split", "prompt", "text", "extracted", "expected", "reward", "status"], value)
+        ],
+        "config.yaml": [
+            {"grpo": value},
+            {"algorithm": value},
+            {"cluster": {"num_nodes": value}},
+            {"grpo": {"max_num_steps": value}},
+        ],
         "about.json": [value, {"plan": value}, {"plan": {"train": value}}],
         "refit.json": [value],
         "x.json": [value, dict.fromkeys(evaluation, value), evaluation, evaluation | {"prompts": [value]}],
@@ -101,7 +113,10 @@ def test_odd_values_end_in_one_line(folder: Path, value: object):
         for content in contents:
             put(folder, name, content)
             found = shown(folder)
-            assert isinstance(found, dict) or (str(folder) in found and "\n" not in found and len(found) < 1000), (name, content)
+            assert isinstance(found, dict) or (str(folder) in found and "\n" not in found and len(found) < 1000), (
+                name,
+                content,
+            )
         (folder / name).unlink() if before is None else (folder / name).write_text(before)
 
 

@@ -116,7 +116,10 @@ def test_a_program_that_outlives_its_grader_leaves_no_folder():
     task = Task((program,), row=json.dumps({"unit_tests": {"inputs": [""], "outputs": [""]}}))
 
     def written() -> list[Path]:
-        return [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")]
+        return [
+            *Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"),
+            *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}"),
+        ]
 
     environment = Environment("mrl.envs.code:make", options, timeout_s=HANG_S, allowances=("processes",))
     with Pool(environment) as pool, culprits_miss_theirs("```", when=lambda: written() != []):
@@ -129,7 +132,9 @@ def test_every_built_in_worker_is_under_a_filter(name: str):
     with build_environment(name, EnvConfig()):
         children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
         states = [
-            Path(f"/proc/{pid}/status").read_text() for pid in children if f"mrl.envs.{name}:" in Path(f"/proc/{pid}/cmdline").read_text()
+            Path(f"/proc/{pid}/status").read_text()
+            for pid in children
+            if f"mrl.envs.{name}:" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
     assert states and all("Seccomp:\t2" in state and "NoNewPrivs:\t1" in state for state in states)
 
@@ -161,14 +166,20 @@ print(json.dumps(said))
 
 @pytest.mark.attack(HOSTS)
 @pytest.mark.parametrize("allow", [False, True])
-@pytest.mark.parametrize(("call", "lack"), [("landlock_create_ruleset", "Landlock: "), ("seccomp", "seccomp: "), ("capset", "capset: ")])
+@pytest.mark.parametrize(
+    ("call", "lack"), [("landlock_create_ruleset", "Landlock: "), ("seccomp", "seccomp: "), ("capset", "capset: ")]
+)
 def test_a_host_that_cannot_confine_programs_refuses_them(call: str, lack: str, allow: bool):
     command = [sys.executable, "-c", ON_SUCH_A_HOST, call, str(allow)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     said = json.loads(done.stdout)
     assert lack in said["program"]
     if not allow:
-        assert lack in said["error"] and "env.code.allow_unconfined=true" in said["error"] and "mrl.doctor" in said["error"]
+        assert (
+            lack in said["error"]
+            and "env.code.allow_unconfined=true" in said["error"]
+            and "mrl.doctor" in said["error"]
+        )
     else:
         assert (said["reward"], said["flags"]) == (1.0, ["unconfined"])
         assert "env.code.allow_unconfined=true" in done.stderr

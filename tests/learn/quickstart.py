@@ -88,14 +88,30 @@ def accuracy_of_export(quickstart: Quickstart) -> Accuracy:
     """Exports the last step, and evaluates the folder."""
     out = quickstart.folder / "exported"
     checkpoint = quickstart.run_folder / f"step_{quickstart.last_step}"
-    call(quickstart.folder, "-m", "mrl.convert", "mcore-to-hf", "--mcore", str(checkpoint), "--out", str(out), timeout_s=EXPORT_TIMEOUT_S)
+    call(
+        quickstart.folder,
+        "-m",
+        "mrl.convert",
+        "mcore-to-hf",
+        "--mcore",
+        str(checkpoint),
+        "--out",
+        str(out),
+        timeout_s=EXPORT_TIMEOUT_S,
+    )
     return evaluate(quickstart, out)
 
 
 def evaluate(quickstart: Quickstart, model: Path) -> Accuracy:
     """Runs `scripts/evaluate_export.py`, which uses nothing of mrl, on the Hugging Face folder `model`."""
     data = quickstart.prepared / "data" / "validation.jsonl"
-    text = call(quickstart.folder, str(ROOT / "scripts" / "evaluate_export.py"), str(model), str(data), timeout_s=EXPORT_TIMEOUT_S)
+    text = call(
+        quickstart.folder,
+        str(ROOT / "scripts" / "evaluate_export.py"),
+        str(model),
+        str(data),
+        timeout_s=EXPORT_TIMEOUT_S,
+    )
     match = re.search(r"^accuracy ([\d.]+) sampled, ([\d.]+) greedy, over (\d+) problems$", text, re.MULTILINE)
     assert match, text
     return Accuracy(float(match[1]), float(match[2]), int(match[3]))

@@ -32,7 +32,12 @@ class Case:
 CASES = {
     "missing config": Case(
         [],
-        ["config grpo_huge.yaml: no such file in ", "no packaged config of that name", "packaged are ", ", grpo_tiny.yaml, "],
+        [
+            "config grpo_huge.yaml: no such file in ",
+            "no packaged config of that name",
+            "packaged are ",
+            ", grpo_tiny.yaml, ",
+        ],
         "grpo_huge.yaml",
     ),
     "unknown key": Case(
@@ -40,7 +45,8 @@ CASES = {
         ["grpo.num_prompt_per_step=8 (command line): no such key", "the nearest is grpo.num_prompts_per_step"],
     ),
     "value of the wrong type": Case(
-        ["grpo.max_num_steps=many"], ["grpo.max_num_steps=many (command line)", "must be a whole number", "correct the value"]
+        ["grpo.max_num_steps=many"],
+        ["grpo.max_num_steps=many (command line)", "must be a whole number", "correct the value"],
     ),
     "missing model": Case(
         ["policy.model_name={folder}/nowhere"],
@@ -96,7 +102,10 @@ CASES = {
     ),
     "folder in use": Case(
         ["checkpointing.checkpoint_dir={folder}/used"],
-        ["checkpointing.checkpoint_dir={folder}/used is in use by process {pid} on ", "stop it, or choose another folder"],
+        [
+            "checkpointing.checkpoint_dir={folder}/used is in use by process {pid} on ",
+            "stop it, or choose another folder",
+        ],
     ),
 }
 
@@ -133,7 +142,9 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Path, list[str]], temporary: Path, name: str):
+def test_bad_input_ends_with_one_message_before_anything_starts(
+    inputs: tuple[Path, list[str]], temporary: Path, name: str
+):
     folder, overrides = inputs
     case = CASES[name]
     words = [word.format(folder=folder) for word in case.words]

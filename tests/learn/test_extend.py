@@ -48,7 +48,19 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # As the page installs it, but into the run's own folder.
     package = str(EXAMPLES / "own_family")
     assert commands("family")[0] == ["pip", "install", "--no-deps", "./own_family"]
-    call(folder, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", ".", package, timeout_s=PREPARE_TIMEOUT_S)
+    call(
+        folder,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        ".",
+        package,
+        timeout_s=PREPARE_TIMEOUT_S,
+    )
     (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[0][1:3], timeout_s=HANG_S))
     letters = ",".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     overrides = [
@@ -130,17 +142,28 @@ def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
     (tmp_path / "prepared").symlink_to(ROOT / "prepared")
     (tmp_path / "grpo_tiny.yaml").write_text(
-        f"defaults: {ROOT / 'configs' / 'grpo_tiny.yaml'}\ncluster: {{cpu_units_per_node: 2}}\ngrpo: {{num_prompts_per_step: 8, "
-        f"num_generations_per_prompt: {GROUP}, max_val_samples: 8, val_period: 0, val_at_start: false, val_at_end: false}}\n"
+        f"defaults: {ROOT / 'configs' / 'grpo_tiny.yaml'}\ncluster: {{cpu_units_per_node: 2}}\ngrpo: "
+        f"{{num_prompts_per_step: 8, num_generations_per_prompt: {GROUP}, max_val_samples: 8, val_period: 0, "
+        f"val_at_start: false, val_at_end: false}}\n"
     )
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     printed = call(tmp_path, "-c", block, timeout_s=TRAIN_TIMEOUT_S)
-    assert re.search(r"^\d\d\+\d\d= \d+ [01]\.0$", printed, re.MULTILINE) and "{'val/accuracy': " in printed, printed[-6000:]
+    assert re.search(r"^\d\d\+\d\d= \d+ [01]\.0$", printed, re.MULTILINE) and "{'val/accuracy': " in printed, printed[
+        -6000:
+    ]
     short = ["grpo.max_num_steps=2"]
     console = call(tmp_path, str(EXAMPLES / "own_loop.py"), *short, timeout_s=TRAIN_TIMEOUT_S)
     assert "accuracy before: 0." in console and "bytes of the engines verified" in console
     assert (tmp_path / "results" / "own_loop" / "step_2" / "policy").is_dir()
-    call(tmp_path, "-m", "mrl.train", "grpo_tiny.yaml", *short, "checkpointing.checkpoint_dir=mrls", timeout_s=TRAIN_TIMEOUT_S)
+    call(
+        tmp_path,
+        "-m",
+        "mrl.train",
+        "grpo_tiny.yaml",
+        *short,
+        "checkpointing.checkpoint_dir=mrls",
+        timeout_s=TRAIN_TIMEOUT_S,
+    )
     folders = ("results/own_loop", "results/mine", "mrls")
     own, first_page, mrls = ([row for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in folders)
     assert [row["step"] for row in own] == [row["step"] for row in mrls] == [1, 2]

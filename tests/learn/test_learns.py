@@ -39,7 +39,9 @@ def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
     console, last = quickstart.console, quickstart.last_step
     assert re.search(r"^Config: /.*grpo_tiny\.yaml$", console, re.MULTILINE)
     assert re.search(r"^Number of actors online: 4/4$", console, re.MULTILINE)
-    assert re.search(r"^Collecting rollouts: 100%\|█+\| (\d+)/\1 \[\d\d:\d\d<00:00, +[\d.]+it/s\]$", console, re.MULTILINE)
+    assert re.search(
+        r"^Collecting rollouts: 100%\|█+\| (\d+)/\1 \[\d\d:\d\d<00:00, +[\d.]+it/s\]$", console, re.MULTILINE
+    )
     for step in (1, last):
         block = re.search(rf"^=+ Step {step}/{last} =+$\n(.*\n){{6}}", console, re.MULTILINE)
         assert block, f"no block of step {step}: {console[-3000:]}"
@@ -69,7 +71,14 @@ def test_the_run_folder_holds_what_was_promised(quickstart: Quickstart):
     assert (folder / f"step_{quickstart.last_step}" / "policy" / "weights" / "iter_0000000" / ".metadata").exists()
     assert (folder / f"step_{quickstart.last_step}" / "policy" / "tokenizer" / "tokenizer.json").exists()
     row = quickstart.metrics[-1]
-    names = ("train/reward", "train/loss", "train/grad_norm", "train/gen_kl_error", "train/token_mult_prob_error", "time/total")
+    names = (
+        "train/reward",
+        "train/loss",
+        "train/grad_norm",
+        "train/gen_kl_error",
+        "train/token_mult_prob_error",
+        "time/total",
+    )
     assert row.keys() >= {"step", "val/accuracy", "refit/seconds", "refit/verified_bytes", *names}
     assert [row["step"] for row in quickstart.metrics] == list(range(quickstart.last_step + 1))
 
@@ -90,14 +99,20 @@ def test_the_model_does_not_know_the_answers_before(quickstart: Quickstart):
     assert before.greedy <= 0.50
 
 
-@pytest.mark.parametrize("is_allowed", [False, pytest.param(True, marks=pytest.mark.long("learning"))], ids=["refused", "allowed"])
+@pytest.mark.parametrize(
+    "is_allowed", [False, pytest.param(True, marks=pytest.mark.long("learning"))], ids=["refused", "allowed"]
+)
 def test_other_data_are_refused_until_allowed(quickstart: Quickstart, is_allowed: bool):
     folder, other = quickstart.folder / "results" / "other_data", quickstart.folder / "other.jsonl"
     shutil.copytree(quickstart.run_folder, folder)
     rows = (quickstart.folder / "prepared/tiny/data/train.jsonl").read_text().splitlines()
     other.write_text("\n".join(rows[: len(rows) // 8]))
     last = quickstart.last_step + 1
-    overrides = [f"checkpointing.checkpoint_dir={folder}", f"data.train.data_path={other}", f"grpo.max_num_steps={last}"]
+    overrides = [
+        f"checkpointing.checkpoint_dir={folder}",
+        f"data.train.data_path={other}",
+        f"grpo.max_num_steps={last}",
+    ]
     with Attempt(folder, overrides, quickstart.folder / "refused.log", working_folder=quickstart.folder) as refused:
         assert refused.finish() == 2
     assert "checkpointing.allow_changes=[data]" in refused.text()

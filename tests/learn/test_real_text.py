@@ -23,7 +23,9 @@ STEPS = 2
 def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
     gsm8k = ROOT / "tests" / "unit" / "data" / "gsm8k"
-    longest = max(len(json.loads(line)["question"].encode()) for line in (gsm8k / "long_rows.jsonl").read_text().splitlines())
+    longest = max(
+        len(json.loads(line)["question"].encode()) for line in (gsm8k / "long_rows.jsonl").read_text().splitlines()
+    )
     assert longest > 900
     # One row that cannot be used, which is set aside.
     train = tmp_path / "train.jsonl"
@@ -58,10 +60,18 @@ def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
         # All four long problems are asked in every step; two more tokens come from the chat template.
         assert row["rollout/mean_prompt_length"] > 850
         assert row["rollout/failed"] == 0
-    (bad,) = [json.loads(line) for line in (tmp_path / "run" / "quarantine" / "data.train.jsonl").read_text().splitlines()]
-    assert bad["place"] == f"{train}:5" and bad["reason"].startswith("no key expected_answer") and bad["line"] == '{"question": "1+1="}'
+    (bad,) = [
+        json.loads(line) for line in (tmp_path / "run" / "quarantine" / "data.train.jsonl").read_text().splitlines()
+    ]
+    assert (
+        bad["place"] == f"{train}:5"
+        and bad["reason"].startswith("no key expected_answer")
+        and bad["line"] == '{"question": "1+1="}'
+    )
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["expected"] for sample in samples if sample["split"] == "train"} == gold_answers(gsm8k / "long_rows.jsonl")
+    assert {sample["expected"] for sample in samples if sample["split"] == "train"} == gold_answers(
+        gsm8k / "long_rows.jsonl"
+    )
 
 
 def gold_answers(path: Path) -> set[str]:

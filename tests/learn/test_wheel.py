@@ -27,13 +27,17 @@ def train_in_an_empty_folder(site: Path, program: Path, empty: Path, **environme
 
     def mrl(*words: str, timeout_s: float) -> tuple[int, str]:
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        done = subprocess.run([program, *words], cwd=empty, env=variables, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            [program, *words], cwd=empty, env=variables, capture_output=True, text=True, timeout=timeout_s
+        )
         return done.returncode, done.stdout + done.stderr
 
     grpo = ("max_num_steps=1", "num_prompts_per_step=4", "num_generations_per_prompt=8", "max_val_samples=8")
     train = ("train", "grpo_tiny.yaml", "cluster.cpu_units_per_node=2", *(f"grpo.{word}" for word in grpo))
     code, printed = mrl(*train, timeout_s=HANG_S)
-    assert code == 2 and "`python -m mrl.prepare tiny` makes it" in printed and list(empty.iterdir()) == [], printed[-6000:]
+    assert code == 2 and "`python -m mrl.prepare tiny` makes it" in printed and list(empty.iterdir()) == [], printed[
+        -6000:
+    ]
     code, printed = mrl("prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)
     assert code == 0, printed[-6000:]
     code, printed = mrl(*train, timeout_s=TRAIN_TIMEOUT_S)

@@ -24,7 +24,10 @@ from tests.stack.loop.conftest import LiveRun
 from tests.stack.loop.test_agents import Drawn, rounded, take_drawn, turns
 from tests.waiting import HANG_S
 
-CALLS: tuple[tuple[str, dict[str, object]], ...] = (("increment_counter", {"count": 4}), ("get_weather", {"city": "Rome"}))
+CALLS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("increment_counter", {"count": 4}),
+    ("get_weather", {"city": "Rome"}),
+)
 CALL_IDS = (262, 263)
 """The spare tokens of the byte tokenizer."""
 CHAT = [
@@ -36,9 +39,9 @@ CHAT = [
 """Settings of a run whose agents call tools."""
 TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
-    "{% for message in messages %}{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ "
+    "message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson "
+    "}}</tool_call>{% endfor %}{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 QUESTIONS = ("10? A or B, in a box.", "count to 12", "weather in 14", "the answer of all questions")
@@ -68,7 +71,8 @@ def _set_logits(folder: Path) -> None:
     model = unclamp_dt(NemotronHForCausalLM.from_pretrained(folder).float().eval())
     reader = AutoTokenizer.from_pretrained(folder)
     prompts = [
-        reader.apply_chat_template([{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True) for one in QUESTIONS
+        reader.apply_chat_template([{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True)
+        for one in QUESTIONS
     ]
     with torch.no_grad():
         # D hidden: the last states of a question, and of a call behind it.

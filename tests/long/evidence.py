@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.long.evidence [NAME=FOLDER...]`: records anew every table of docs/ that is older than its code.
 
-Each table is made by the command that its file names. A word in capitals there, as RUN_FOLDER, is a folder that this host must have:
-say RUN_FOLDER=results/grpo_tiny. What is recorded is no longer old: the command may be stopped at any moment, and goes on where it was.
+Each table is made by the command that its file names. A word in capitals there, as RUN_FOLDER, is a folder that this
+host must have: say RUN_FOLDER=results/grpo_tiny. What is recorded is no longer old: the command may be stopped at any
+moment, and goes on where it was.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ def words_of(command: str, folders: Mapping[str, str]) -> list[str]:
 def main(given: list[str]) -> int:
     """Runs what is left, the short benchmarks before the long tests; 1 if something failed or lacks its folder."""
     if commit().endswith("-dirty"):
-        sys.exit("Files outside docs/ differ from the commit: commit them first, so that every table names what it was measured on.")
+        sys.exit(
+            "Files outside docs/ differ from the commit: commit them first, so that every table names what it was "
+            "measured on."
+        )
     folders = dict(pair.split("=", 1) for pair in given)
     parts: dict[str, list[str]] = {}
     for part in stale_tables():
-        parts.setdefault(json.loads((DATA_FOLDER / f"{part}.json").read_text(encoding="utf-8"))["command"], []).append(part)
+        parts.setdefault(json.loads((DATA_FOLDER / f"{part}.json").read_text(encoding="utf-8"))["command"], []).append(
+            part
+        )
     failed = []
     for number, command in enumerate(sorted(parts, key=lambda command: command.startswith(RUNNER)), start=1):
         words, what = words_of(command, folders), f"{number} of {len(parts)}: {', '.join(parts[command])}"
@@ -48,7 +54,13 @@ def main(given: list[str]) -> int:
             continue
         started = time.monotonic()
         code = subprocess.run(words, cwd=ROOT, timeout=None if command.startswith(RUNNER) else 3600).returncode
-        fate = f"FAILED with {code}" if code else "NOT recorded" if stale_tables().keys() & set(parts[command]) else "recorded"
+        fate = (
+            f"FAILED with {code}"
+            if code
+            else "NOT recorded"
+            if stale_tables().keys() & set(parts[command])
+            else "recorded"
+        )
         print(f"{what}: {fate} in {(time.monotonic() - started) / 60:.1f} min", flush=True)
         failed += [command] if fate != "recorded" else []
         render()

@@ -17,7 +17,11 @@ NUM_TOKENS = 24
 
 
 def main(folder: str, precision: str) -> None:
-    overrides = [f"policy.model_name={folder}", f"policy.precision={precision}", "policy.generation.vllm_cfg.max_model_len=512"]
+    overrides = [
+        f"policy.model_name={folder}",
+        f"policy.precision={precision}",
+        "policy.generation.vllm_cfg.max_model_len=512",
+    ]
     overrides += ["policy.generation.vllm_cfg.tensor_parallel_size=1"]
     engine = Engine(folder, load_config("grpo_tiny.yaml", overrides).policy.generation, seed=0, worker_timeout_s=300.0)
     engine.set_weight_version(1)
@@ -29,7 +33,9 @@ def main(folder: str, precision: str) -> None:
     model = models.unclamp_dt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     ids = torch.tensor([[*prompt, *map(int, rollouts[0].token_ids)]])
     with torch.no_grad():
-        logprobs = model(ids).logits.log_softmax(-1)[0, -NUM_TOKENS - 1 : -1].gather(1, ids[0, -NUM_TOKENS:, None])[:, 0]
+        logprobs = (
+            model(ids).logits.log_softmax(-1)[0, -NUM_TOKENS - 1 : -1].gather(1, ids[0, -NUM_TOKENS:, None])[:, 0]
+        )
     difference = (logprobs - torch.as_tensor(rollouts[0].generator_logprobs)).abs()
     print(f"difference {difference.mean():.3g} {difference.median():.3g}", flush=True)
     engine.shutdown()

@@ -19,13 +19,17 @@ from tests import models
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6, original_max_position_embeddings=1024)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 
 
 def configure(folder: Path, **changes: object) -> None:
     """Changes keys of config.json; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}, indent=2))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None}, indent=2)
+    )
 
 
 def rewrite(folder: Path, change: Callable[[str, Tensor], Tensor], **more: Tensor) -> None:
@@ -86,8 +90,13 @@ def predicting_layer(folder: Path) -> None:
     """The layer of multi-token prediction behind the last, which GLM-4.5 and its like are published with."""
     tensors, last = load_file(folder / SINGLE_FILE), "model.layers.1."
     extra = {name.replace(last, "model.layers.2."): tensor for name, tensor in tensors.items() if name.startswith(last)}
-    extra |= {f"model.layers.2.{name}.weight": tensors["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
-    extra |= {"model.layers.2.eh_proj.weight": torch.zeros(64, 128), "model.layers.2.shared_head.head.weight": tensors[OUTPUT]}
+    extra |= {
+        f"model.layers.2.{name}.weight": tensors["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    extra |= {
+        "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
+        "model.layers.2.shared_head.head.weight": tensors[OUTPUT],
+    }
     rewrite(folder, lambda name, tensor: tensor, **{name: tensor.clone() for name, tensor in extra.items()})
     configure(folder, num_nextn_predict_layers=1)
 
@@ -95,7 +104,9 @@ def predicting_layer(folder: Path) -> None:
 def older_window(folder: Path) -> None:
     """A window switched off, and rotary positions as transformers 4 wrote them, in shards: Qwen1.5-MoE-A2.7B."""
     window = dict(sliding_window=32768, max_window_layers=1, use_sliding_window=False)
-    configure(folder, **window, layer_types=None, rope_parameters=None, rope_theta=1e6, dtype=None, torch_dtype="float32")
+    configure(
+        folder, **window, layer_types=None, rope_parameters=None, rope_theta=1e6, dtype=None, torch_dtype="float32"
+    )
     shard(folder)
 
 
@@ -116,7 +127,14 @@ def many_templates(folder: Path) -> None:
 
 
 def sampling_of_its_own(folder: Path) -> None:
-    settings = {"do_sample": True, "temperature": 0.3, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.5, "eos_token_id": [258, 7]}
+    settings = {
+        "do_sample": True,
+        "temperature": 0.3,
+        "top_k": 3,
+        "top_p": 0.5,
+        "repetition_penalty": 1.5,
+        "eos_token_id": [258, 7],
+    }
     (folder / "generation_config.json").write_text(json.dumps(settings))
 
 

@@ -20,8 +20,21 @@ Row = dict[str, str | int | float | None]
 """Column -> value; None where there is nothing to measure."""
 
 
-_UPDATE = ("mrl/policy/batch.py", "mrl/policy/step.py", "mrl/policy/objectives.py", "mrl/policy/optimizer.py", "mrl/policy/packed.py")
-_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/loop/learning.py", "mrl/loop/rollouts.py", "mrl/loop/queue.py")
+_UPDATE = (
+    "mrl/policy/batch.py",
+    "mrl/policy/step.py",
+    "mrl/policy/objectives.py",
+    "mrl/policy/optimizer.py",
+    "mrl/policy/packed.py",
+)
+_LEARNS = (
+    "mrl/algo",
+    *_UPDATE,
+    "mrl/policy/output.py",
+    "mrl/loop/learning.py",
+    "mrl/loop/rollouts.py",
+    "mrl/loop/queue.py",
+)
 _TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/additions.py")
 _ROLLOUTS = (
     "mrl/loop/rollouts.py",
@@ -33,13 +46,19 @@ _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds
 _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
 _MODEL = (*_UPDATE, "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/policy/parallel.py", "mrl/algo/losses.py")
-_GRADERS = tuple(f"mrl/envs/{name}.py" for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant"))
+_GRADERS = tuple(
+    f"mrl/envs/{name}.py"
+    for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant")
+)
 _MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "hedges", "exact", "notation"))
 
 PATHS: dict[str, tuple[str, ...]] = {
     "algorithms": (*_LEARNS, *_TINY),
     "async": ("mrl/train.py", *_ROLLOUTS),
-    "cluster": ("scripts/ray.sub", *(f"mrl/cluster/{name}.py" for name in ("runtime", "nodes", "members", "refit", "engine_parts"))),
+    "cluster": (
+        "scripts/ray.sub",
+        *(f"mrl/cluster/{name}.py" for name in ("runtime", "nodes", "members", "refit", "engine_parts")),
+    ),
     "config": ("mrl/config",),
     "conversion": _FILES,
     "convert": _FILES,
@@ -50,7 +69,13 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/cpu.py",
         "mrl/rollout/cpu_sampling.py",
     ),
-    "driver": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/cluster/event_loop.py", "mrl/cluster/calls.py"),
+    "driver": (
+        "mrl/train.py",
+        *_ROLLOUTS,
+        "mrl/cluster/rewards.py",
+        "mrl/cluster/event_loop.py",
+        "mrl/cluster/calls.py",
+    ),
     "driver_memory": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/store/samples.py"),
     "distillation": (*_LEARNS, "mrl/policy/distillation.py", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
@@ -91,10 +116,19 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": (*_COPIES, "conversion/families"),
     "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
-    "soak": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *(f"mrl/store/{n}.py" for n in ("checkpoints", "kept"))),
+    "soak": (
+        "mrl/train.py",
+        "mrl/loop/saving.py",
+        "mrl/policy/checkpoint.py",
+        *(f"mrl/store/{n}.py" for n in ("checkpoints", "kept")),
+    ),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
-    "startup": ("mrl/loop/main.py", *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")), *_TINY),
+    "startup": (
+        "mrl/loop/main.py",
+        *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")),
+        *_TINY,
+    ),
     "step": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
     "supervised": (
         *_UPDATE,
@@ -106,14 +140,29 @@ PATHS: dict[str, tuple[str, ...]] = {
     "vs_trl": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
     "witness": ("conversion/families", "mrl/refit/pull.py", "mrl/refit/checksum.py", "mrl/rollout/worker.py"),
 }
-"""Measured parts: the product files and folders whose behaviour they measure; a change of their code makes the table old."""
+"""Measured parts: the product files and folders whose behaviour they measure; a change of their code makes the table
+old.
+"""
 
-OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "kills", "model_folders", "nodes", "signals")
+OUTCOMES = (
+    "async",
+    "config",
+    "environments",
+    "faults",
+    "hangs",
+    "hostile",
+    "kills",
+    "model_folders",
+    "nodes",
+    "signals",
+)
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
 is_selection = False
-"""True in a run of tests chosen by name, as with `-k`: a table of a part of its rows would take the place of the whole."""
+"""True in a run of tests chosen by name, as with `-k`: a table of a part of its rows would take the place of
+the whole.
+"""
 
 
 def record(
@@ -125,8 +174,8 @@ def record(
 ) -> None:
     """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what.
 
-    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was imported; "-dirty"
-    if files outside docs/ differed from it then or do now.
+    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was
+    imported; "-dirty" if files outside docs/ differed from it then or do now.
     """
     if is_selection and folder == DATA_FOLDER:
         print(f"not recorded, as tests were chosen by name: {part}")
@@ -162,7 +211,9 @@ def host() -> dict[str, str | int]:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
 
 
 STARTED_AT = commit()

@@ -13,7 +13,9 @@ from tests.long.record import DATA_FOLDER, PATHS
 from tests.sources import ROOT
 
 
-def stale_tables(folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[str, Sequence[str]] = PATHS) -> dict[str, str]:
+def stale_tables(
+    folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[str, Sequence[str]] = PATHS
+) -> dict[str, str]:
     """Part -> why its `PART.json` in `folder` is old: its paths' code differs from the commit it names, words aside."""
     reasons = {}
     for path in sorted(folder.glob("*.json")):
@@ -21,11 +23,16 @@ def stale_tables(folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[s
         if part.startswith("gpu_"):
             continue  # docs/gpu_status.md gives the commit of each
         done = _git(root, "diff", "--name-only", "--no-renames", measured.removesuffix("-dirty"), "--", *paths[part])
-        changed = [name for name in done.stdout.splitlines() if _code_differs(root, measured.removesuffix("-dirty"), name)]
+        changed = [
+            name for name in done.stdout.splitlines() if _code_differs(root, measured.removesuffix("-dirty"), name)
+        ]
         if done.returncode:
             reasons[part] = f"was measured at {measured}, which this checkout does not have"
         elif changed or measured.endswith("-dirty"):
-            what = f"{len(changed)} files that it depends on have changed since ({', '.join(changed[:3])}{' ...' if changed[3:] else ''})"
+            what = (
+                f"{len(changed)} files that it depends on have changed since "
+                f"({', '.join(changed[:3])}{' ...' if changed[3:] else ''})"
+            )
             reasons[part] = f"was measured at {measured}; {what}"
     return reasons
 
@@ -43,7 +50,9 @@ def _code(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            body[:] = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            body[:] = [
+                each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
     return ast.dump(tree)
 
 

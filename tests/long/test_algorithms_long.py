@@ -28,7 +28,10 @@ ALGORITHMS: dict[str, list[str]] = {
         "loss_fn.ratio_clip_max=0.28",
         "grpo.use_dynamic_sampling=true",
         "grpo.overlong_filtering=true",
-        "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 0.5, max_response_length: 16}",
+        (
+            "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 0.5, "
+            "max_response_length: 16}"
+        ),
     ],
     # The paper's range is for answers of thousands of tokens, whose mean ratio hardly moves; these have three.
     "GSPO, 4 updates a step": [*GSPO, UPDATES, "loss_fn.ratio_clip_min=0.1", "loss_fn.ratio_clip_max=0.15"],
@@ -49,7 +52,11 @@ def rows() -> Iterator[list[Row]]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns(tmp_path: Path, rows: list[Row], name: str):
-    sizes = [f"grpo.max_num_steps={NUM_STEPS}", f"grpo.val_period={NUM_STEPS}", f"checkpointing.save_period={NUM_STEPS}"]
+    sizes = [
+        f"grpo.max_num_steps={NUM_STEPS}",
+        f"grpo.val_period={NUM_STEPS}",
+        f"checkpointing.save_period={NUM_STEPS}",
+    ]
     run = run_quickstart(tmp_path, overrides=[*sizes, *ALGORITHMS[name]])
     (_, before), *_, (steps, after) = run.accuracies
     rows.append(

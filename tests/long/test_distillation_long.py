@@ -85,10 +85,18 @@ def test_a_student_takes_after_the_teacher_of_each_kind_of_row(folder: Path):
     student, teachers = by_kind(folder, "results/mopd_tiny"), {"carrying": learned["carrying"], "plain": start["plain"]}
     names = {"carrying": "has learned to add", "plain": "the student before"}
     rows: list[Row] = [
-        {"additions": kind, "teacher": names[kind], "before": start[kind], "teacher's": teachers[kind], "after": student[kind]}
+        {
+            "additions": kind,
+            "teacher": names[kind],
+            "before": start[kind],
+            "teacher's": teachers[kind],
+            "after": student[kind],
+        }
         for kind in teachers
     ]
-    rounded = [{name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()} for row in rows]
+    rounded = [
+        {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()} for row in rows
+    ]
     record("mopd", rounded, command="bash scripts/test.sh --long distillation")
     for kind, wanted in teachers.items():
         assert abs(student[kind] - wanted) <= 2 * MARGIN, rows

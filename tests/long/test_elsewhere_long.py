@@ -51,7 +51,12 @@ def test_each_attempt_is_elsewhere_and_nothing_is_lost(tmp_path: Path, monkeypat
     for number, (place, sizes) in enumerate(PLACES.items()):
         saved, is_last = newest_step(run) if before else 0, number == len(PLACES) - 1
         monkeypatch.setenv("MRL_KILL_AT", "" if is_last else "rollouts:20")
-        settings = [*tiny_inputs(), *SETTINGS, f"checkpointing.checkpoint_dir={run}", *(f"{key}={value}" for key, value in sizes.items())]
+        settings = [
+            *tiny_inputs(),
+            *SETTINGS,
+            f"checkpointing.checkpoint_dir={run}",
+            *(f"{key}={value}" for key, value in sizes.items()),
+        ]
         with (
             ray_nodes(tmp_path, monkeypatch, 2, 1) if sizes[NODES] == 2 else nullcontext(),
             Attempt(run, settings, tmp_path / f"{number}.log") as current,
@@ -62,7 +67,10 @@ def test_each_attempt_is_elsewhere_and_nothing_is_lost(tmp_path: Path, monkeypat
             is_said = f"Config since the last attempt: {key}={before.get(key)} -> {value}" in said
             assert is_said == (before.get(key, value) != value), f"{place}: {key}"
         if saved:
-            assert f"Resuming from {run}/step_{saved} (step {saved} of {STEPS})" in said and "kept rollouts are used again" in said
+            assert (
+                f"Resuming from {run}/step_{saved} (step {saved} of {STEPS})" in said
+                and "kept rollouts are used again" in said
+            )
             rows, _ = read_rows(run / METRICS, METRIC_KEYS)
             (after,) = (row for row in rows if row["step"] == saved + 1)
             assert after["rollout/kept_groups"], f"{place}: nothing was kept for step {saved + 1}"

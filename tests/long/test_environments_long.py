@@ -82,6 +82,9 @@ def test_rows_of_all_environments_are_trained_on_together(tmp_path: Path, monkey
         assert [name for name in BUILT_IN if step[f"rollout/{name}/failed"]] == []
         assert step["rollout/failed"] == step["rollout/moody/failed"]
         assert step["train/token_mult_prob_error"] <= 1.001
-    total = {kind: sum(step.get(f"rollout/moody/{kind}", 0.0) for step in steps) for kind in ("failed", "crash", "timeout", "error")}
+    total = {
+        kind: sum(step.get(f"rollout/moody/{kind}", 0.0) for step in steps)
+        for kind in ("failed", "crash", "timeout", "error")
+    }
     assert total["failed"] == total["crash"] + total["timeout"] + total["error"] > 0
     assert max(step["rollout/chatty/turns"] for step in steps) > 1.0

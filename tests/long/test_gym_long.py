@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real NeMo Gym servers in real steps of the run: ids trained are ids sampled, rewards our graders' and the judge's.
 
-`NEMO_GYM_RUN` names the `ng_run` of an environment with nemo-gym and what its servers need (as scripts/bench/gym_rewards.py makes one).
+`NEMO_GYM_RUN` names the `ng_run` of an environment with nemo-gym and what its servers need (as
+scripts/bench/gym_rewards.py makes one).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ PATHS = [
     *(f"resources_servers/{name}/configs/{name}.yaml" for name in SERVERS[:4]),
 ]
 # As in Gym's example rows: vLLM would force the arguments of strict tools.
-TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}, "strict": True} for name, _ in CALLS]
+TOOLS = [
+    {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}, "strict": True}
+    for name, _ in CALLS
+]
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -133,13 +137,23 @@ def overrides(folder: Path, judge_url: str) -> list[str]:
     rows = folder / "gym.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for number in range(10, 20) for row in rows_of(number)))
     # Gym's own file would start a judge's engine beside it.
-    compare = {"entrypoint": "app.py", "domain": "rlhf", "num_rollouts_per_prompt": 4, "genrm_responses_create_params": {"input": []}}
+    compare = {
+        "entrypoint": "app.py",
+        "domain": "rlhf",
+        "num_rollouts_per_prompt": 4,
+        "genrm_responses_create_params": {"input": []},
+    }
     compare |= {"genrm_model_server": {"type": "responses_api_models", "name": "judge_model"}}
     agent = {"entrypoint": "app.py", "resources_server": {"type": "resources_servers", "name": COMPARED}}
     agent |= {"model_server": {"type": "responses_api_models", "name": "policy_model"}}
-    compared = {COMPARED: {"resources_servers": {COMPARED: compare}}, AGENTS[4]: {"responses_api_agents": {"simple_agent": agent}}}
+    compared = {
+        COMPARED: {"resources_servers": {COMPARED: compare}},
+        AGENTS[4]: {"responses_api_agents": {"simple_agent": agent}},
+    }
     (folder / "compared.yaml").write_text(yaml.safe_dump(compared))
-    (folder / "judge.txt").write_text("{question} {expected_answer}={generated_answer}?")  # Gym's own is longer than the context
+    (folder / "judge.txt").write_text(
+        "{question} {expected_answer}={generated_answer}?"
+    )  # Gym's own is longer than the context
     steps = "{responses_api_agents: {simple_agent: {max_steps: 3}}}"
     judging = f"judge_model_server: {{name: judge_model}}, judge_prompt_template_fpath: {folder / 'judge.txt'}"
     address = f"entrypoint: app.py, base_url: {judge_url}/v1, api_key: none, model: judge"
@@ -201,20 +215,32 @@ def test_three_steps_train_what_was_sampled(live: LiveRun, steps: Steps):
         metrics = steps.step(AGENTS)
         # Every answer that an engine gave came back by Gym's servers, and is trained once; those to the judge are not.
         trained, drawn = steps.trained(), steps.drawn()
-        assert trained <= drawn and trained.total() > 4 * len(AGENTS) and (drawn - trained).total() == len(Judge.said) == 4
+        assert (
+            trained <= drawn and trained.total() > 4 * len(AGENTS) and (drawn - trained).total() == len(Judge.said) == 4
+        )
         for name in AGENTS:
             assert metrics[f"rollout/{name}/num_rollouts"] == 4, name
             assert not any(key.startswith(f"rollout/{name}/untrained") for key in metrics), name
         rewards = {group.prompt.env_name: [verdict.reward for verdict in group.verdicts] for group in steps.groups}
         (asked,) = [group for group in steps.groups if group.prompt.env_name == AGENTS[0]]
         grade = mcqa.make()
-        assert rewards[AGENTS[0]] == [grade(Task((one.text,), "B", asked.prompt.text, asked.prompt.row)).reward for one in asked.verdicts]
+        assert rewards[AGENTS[0]] == [
+            grade(Task((one.text,), "B", asked.prompt.text, asked.prompt.row)).reward for one in asked.verdicts
+        ]
         assert set(Judge.said) <= set(LABELS)
         assert sorted(rewards[AGENTS[3]]) == sorted(float(said == LABELS[0]) for said in Judge.said)
         # Each of the group was compared with two others.
         assert sorted(2 * rewards[AGENTS[4]]) == sorted(Judge.scores)
         # Turns behind a call of a tool are trained in one sequence with it.
-        assert max(info.num_turns for group in steps.groups[1:3] for rollout in group.rollouts for info in rollout.sequences) > 1
+        assert (
+            max(
+                info.num_turns
+                for group in steps.groups[1:3]
+                for rollout in group.rollouts
+                for info in rollout.sequences
+            )
+            > 1
+        )
         for group in steps.groups[1:2]:
             called = [verdict.text.count(CALLS[0][0]) for verdict in group.verdicts]
             assert rewards[AGENTS[1]] == [float(count == 1) for count in called]
@@ -227,25 +253,33 @@ def judged(live: LiveRun) -> RolloutGroup:
     prompts = map(supplier.data.train.__getitem__, range(len(supplier.data.train)))
     asked = [(EPOCH, next(prompt for prompt in prompts if prompt.env_name == AGENTS[3]))]
     version = live.state.weight_version
-    (group,) = supplier.queue.sample(asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock())
+    (group,) = supplier.queue.sample(
+        asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock()
+    )
     return group
 
 
 def test_what_a_judge_fails_at_is_no_wrong_answer(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Judge, "verdicts", ())  # nonsense is one: Gym takes it for "not equal"
     group, said = judged(live), Judge.said[-4:]
-    assert [verdict.status for verdict in group.verdicts] == ["ok"] * 4 and not any(label in text for text in said for label in LABELS)
+    assert [verdict.status for verdict in group.verdicts] == ["ok"] * 4 and not any(
+        label in text for text in said for label in LABELS
+    )
     assert list(group.rewards) == [0.0] * 4
     monkeypatch.setattr(Judge, "fails", True)
     verdicts = judged(live).verdicts
-    assert {verdict.status for verdict in verdicts} == {"error"} and all("judge_failed" in verdict.reason for verdict in verdicts)
+    assert {verdict.status for verdict in verdicts} == {"error"} and all(
+        "judge_failed" in verdict.reason for verdict in verdicts
+    )
     # One that does not answer, as one that cannot be reached, which Gym asks without end.
     Judge.goes_on.clear()
     gateway = live.run.supplier.session.collector.gateway
     assert gateway is not None
     gateway.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", 5.0), deadline_s=HANG_S)
     verdicts = judged(live).verdicts
-    assert {verdict.status for verdict in verdicts} == {"timeout"} and all("env.agent_timeout_s" in verdict.reason for verdict in verdicts)
+    assert {verdict.status for verdict in verdicts} == {"timeout"} and all(
+        "env.agent_timeout_s" in verdict.reason for verdict in verdicts
+    )
     gateway.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", HANG_S), deadline_s=HANG_S)
     Judge.goes_on.set()
 

@@ -81,4 +81,6 @@ def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
     assert num_lost > 0 and num_lost_others == 0
     assert len(set(versions)) > 2 and len(set(others)) > 3
     assert not file.exists()
-    print(f"{len(versions)} and {len(others)} answers, {num_lost} connections lost, weight versions {sorted(set(others))}")
+    print(
+        f"{len(versions)} and {len(others)} answers, {num_lost} connections lost, weight versions {sorted(set(others))}"
+    )

@@ -46,7 +46,14 @@ def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int, kind: str
     initial, exported = accuracy_before(quickstart), accuracy_of_export(quickstart)
     rows.append(
         {
-            **row("math-verify" if kind == "tiny" else "math-verify, dense", seed, before, after, steps=steps, seconds=quickstart.seconds),
+            **row(
+                "math-verify" if kind == "tiny" else "math-verify, dense",
+                seed,
+                before,
+                after,
+                steps=steps,
+                seconds=quickstart.seconds,
+            ),
             "greedy_before": initial.greedy,
             "greedy_after": exported.greedy,
             "sampled_from_the_export": exported.sampled,

@@ -21,6 +21,9 @@ def test_adapters_learn(tmp_path: Path):
     (_, before), *_, (last_step, after) = quickstart.accuracies
     assert last_step == NUM_STEPS
     assert after >= before + MIN_GAIN
-    assert max(row["train/token_mult_prob_error"] for row in quickstart.metrics if "train/token_mult_prob_error" in row) <= 1.001
+    assert (
+        max(row["train/token_mult_prob_error"] for row in quickstart.metrics if "train/token_mult_prob_error" in row)
+        <= 1.001
+    )
     exported = accuracy_of_export(quickstart)
     assert abs(exported.sampled - after) <= sampling_noise([exported.sampled, after], exported.num_problems)

@@ -55,7 +55,9 @@ def test_checkpoints_go_on_at_another_version_and_layout(newest: Path, tmp_path:
 
     def child(action: str, layout: str, *, is_newer: bool) -> list[dict[str, float]]:
         variables = environment(newest) if is_newer else dict(os.environ)
-        printed = python("-m", "tests.long.megatron_child", action, model, tmp_path / "weights", layout, environment=variables)
+        printed = python(
+            "-m", "tests.long.megatron_child", action, model, tmp_path / "weights", layout, environment=variables
+        )
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
         assert found["version"].startswith(VERSION if is_newer else version("megatron-core"))
         return found["steps"]
@@ -63,5 +65,7 @@ def test_checkpoints_go_on_at_another_version_and_layout(newest: Path, tmp_path:
     unbroken = child("save", SAVED, is_newer=is_newer_first)
     resumed = child("load", LOADED, is_newer=not is_newer_first)
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
-        np.testing.assert_allclose([step[name] for step in resumed], [step[name] for step in unbroken], atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            [step[name] for step in resumed], [step[name] for step in unbroken], atol=tolerance, rtol=tolerance
+        )
     assert [step["train/lr"] for step in resumed] == [step["train/lr"] for step in unbroken]

@@ -66,14 +66,22 @@ def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path):
     folder = publish(name, tmp_path)
     precision = "bfloat16" if name in IN_BFLOAT16 else "float32"
     inputs = [item for item in write_inputs(tmp_path) if not item.startswith("policy.model_name")]
-    overrides = [f"policy.model_name={folder}", *inputs, *SMALL, *ONE_RANK, *(BFLOAT16 if precision == "bfloat16" else [])]
+    overrides = [
+        f"policy.model_name={folder}",
+        *inputs,
+        *SMALL,
+        *ONE_RANK,
+        *(BFLOAT16 if precision == "bfloat16" else []),
+    ]
 
     checked = check.examine(ROOT / "configs/grpo_tiny.yaml", overrides)
     assert checked.refused == [] == checked.unchecked
 
     convert_hf_to_mcore(folder, tmp_path / "mcore")
     convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
-    assert torch.equal(logits(tmp_path / "back"), logits(folder)), "transformers reads the source and what came of it alike"
+    assert torch.equal(logits(tmp_path / "back"), logits(folder)), (
+        "transformers reads the source and what came of it alike"
+    )
 
     command = ("-m", "mrl.train", str(ROOT / "configs/grpo_tiny.yaml"), *overrides)
     if name == STARTED_WRONG:
@@ -92,14 +100,20 @@ def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path):
     assert {key: before.get(key) for key in kept} == {key: after.get(key) for key in kept}
     assert {after[key] for key in ("dtype", "torch_dtype") if key in after} == {precision}
     companions = [
-        path.relative_to(folder) for pattern in ("*.jinja", "*/*.jinja", "*.py", "generation_config.json") for path in folder.glob(pattern)
+        path.relative_to(folder)
+        for pattern in ("*.jinja", "*/*.jinja", "*.py", "generation_config.json")
+        for path in folder.glob(pattern)
     ]
     assert all((exported / path).read_bytes() == (folder / path).read_bytes() for path in companions)
     assert stored_tensors(exported).keys() <= stored_tensors(folder).keys()
 
-    said = python("-m", "tests.long.export_child", str(exported), precision, code=0, **engine_environment(has_gpu=False))
+    said = python(
+        "-m", "tests.long.export_child", str(exported), precision, code=0, **engine_environment(has_gpu=False)
+    )
     found = re.search(r"difference (\S+) (\S+)", said)
-    assert found is not None and float(found[2]) < MAX_DIFFERENCE[precision], "vLLM computes what transformers does of the export"
+    assert found is not None and float(found[2]) < MAX_DIFFERENCE[precision], (
+        "vLLM computes what transformers does of the export"
+    )
 
 
 WITH_PEFT = """
@@ -115,9 +129,11 @@ for base, adapter, merged in zip(*[iter(sys.argv[1:])] * 3):
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     logits = []
     with torch.no_grad():
-        for model in (adapted, AutoModelForCausalLM.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(base)):
+        others = [AutoModelForCausalLM.from_pretrained(folder) for folder in (merged, base)]
+        for model in (adapted, *others):
             logits.append(models.unclamp_dt(model).float().eval()(torch.arange(40)[None]).logits)
-    print("difference", float((logits[0] - logits[1]).abs().max()), float((logits[2] - logits[1]).abs().max()), flush=True)
+    differences = [float((one - logits[1]).abs().max()) for one in (logits[0], logits[2])]
+    print("difference", *differences, flush=True)
 """
 
 
@@ -136,7 +152,9 @@ def test_peft_loads_what_is_exported_for_it(tmp_path: Path):
         base = models.save_model(root / "base", model_type)
         models.save_model(root / "merged", model_type)
         weights = load_file(base / "model.safetensors")
-        merged = export(read_config(base / "config.json"), weights, root / "adapter", targets=targets, excludes=excludes)
+        merged = export(
+            read_config(base / "config.json"), weights, root / "adapter", targets=targets, excludes=excludes
+        )
         save_file(merged, root / "merged/model.safetensors", {"format": "pt"})
         arguments += [str(root / part) for part in ("base", "adapter", "merged")]
     said = python("-c", WITH_PEFT, *arguments, PYTHONPATH=str(ROOT))

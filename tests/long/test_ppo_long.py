@@ -22,7 +22,11 @@ def test_ppo_learns(tmp_path: Path):
     for step, accuracy in run.accuracies:
         explained = by_step[step].get("train/critic/explained_var")
         rows.append(
-            {"step": step, "accuracy": round(accuracy, 4), "critic_explained_var": None if explained is None else round(explained, 2)}
+            {
+                "step": step,
+                "accuracy": round(accuracy, 4),
+                "critic_explained_var": None if explained is None else round(explained, 2),
+            }
         )
     record("ppo", rows)
     warmup = [row for step, row in by_step.items() if 0 < step <= 2]

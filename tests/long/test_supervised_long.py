@@ -38,7 +38,13 @@ def learned() -> Iterator[list[Row]]:
 
 def measurement(training: str, measure: str, before: float, after: float, required: str) -> Row:
     """One line of the table."""
-    return {"training": training, "measure": measure, "before": round(before, 4), "after": round(after, 4), "required": required}
+    return {
+        "training": training,
+        "measure": measure,
+        "before": round(before, 4),
+        "after": round(after, 4),
+        "required": required,
+    }
 
 
 def rows(run: Path) -> list[dict[str, float]]:
@@ -62,9 +68,12 @@ def test_sft_learns_and_is_evaluated(workplace: Path, learned: list[Row]):
     before = evaluate(workplace, "sft_tiny.yaml", "eval.num_tests_per_prompt=4", "eval.k_value=4")
     first, last = train(workplace, "sft_tiny")
     after = evaluate(workplace, "results/sft_tiny", "eval.num_tests_per_prompt=4", "eval.k_value=4")
-    learned.append(measurement("sft_tiny.yaml", "held-out loss", first["val/val_loss"], last["val/val_loss"], "at most 0.05"))
+    learned.append(
+        measurement("sft_tiny.yaml", "held-out loss", first["val/val_loss"], last["val/val_loss"], "at most 0.05")
+    )
     learned += [
-        measurement("sft_tiny.yaml", f"held-out {name}", before[name], after[name], "at least 0.9") for name in ("pass@1", "cons@4")
+        measurement("sft_tiny.yaml", f"held-out {name}", before[name], after[name], "at least 0.9")
+        for name in ("pass@1", "cons@4")
     ]
     assert last["val/val_loss"] <= 0.05 and last["val/perplexity"] <= 1.06
     assert before["pass@1"] <= 0.35 and after["pass@1"] >= 0.9
@@ -75,7 +84,9 @@ def test_sft_learns_and_is_evaluated(workplace: Path, learned: list[Row]):
 def test_dpo_learns(workplace: Path, learned: list[Row]):
     first, last = train(workplace, "dpo_tiny")
     accuracy, loss = "val/validation-default_accuracy", "val/validation-default_loss"
-    learned.append(measurement("dpo_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.95"))
+    learned.append(
+        measurement("dpo_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.95")
+    )
     learned.append(measurement("dpo_tiny.yaml", "held-out loss", first[loss], last[loss], "at most 0.55"))
     assert last[accuracy] >= 0.95
     assert last[loss] <= 0.55
@@ -84,7 +95,9 @@ def test_dpo_learns(workplace: Path, learned: list[Row]):
 def test_a_reward_model_learns(workplace: Path, learned: list[Row]):
     first, last = train(workplace, "rm_tiny")
     accuracy = "val/validation-default_accuracy"
-    learned.append(measurement("rm_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.9"))
+    learned.append(
+        measurement("rm_tiny.yaml", "held-out accuracy of pairs", first[accuracy], last[accuracy], "at least 0.9")
+    )
     assert last[accuracy] >= 0.9
 
 
@@ -104,7 +117,12 @@ def test_a_killed_run_repeats_the_steps_that_follow_its_checkpoint(workplace: Pa
 
     def attempt(run: str, log: str) -> Attempt:
         folder = tmp_path / run
-        return Attempt(folder, [*overrides, f"checkpointing.checkpoint_dir={folder}"], tmp_path / log, config=f"{algorithm}_tiny.yaml")
+        return Attempt(
+            folder,
+            [*overrides, f"checkpointing.checkpoint_dir={folder}"],
+            tmp_path / log,
+            config=f"{algorithm}_tiny.yaml",
+        )
 
     with attempt("unbroken", "unbroken.log") as unbroken:
         assert unbroken.finish() == 0, unbroken.text()

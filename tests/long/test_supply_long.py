@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part "supply": known vulnerabilities of the pinned packages, and a bill of materials of the installed ones.
 
-`uvx` fetches both tools. pip-audit asks the package index about each pin; a package about which it gets no answer counts
-as unaudited, which a summary of "no known vulnerabilities" does not say.
+`uvx` fetches both tools. pip-audit asks the package index about each pin; a package about which it gets no answer
+counts as unaudited, which a summary of "no known vulnerabilities" does not say.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ TIMEOUT_S = 600
 def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a tool that `uvx` fetches; skips the test where no package index has it."""
     environment = os.environ | {"VIRTUAL_ENV": ""}
-    found = subprocess.run([UVX, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False)
+    found = subprocess.run(
+        [UVX, *command], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=TIMEOUT_S, check=False
+    )
     if not found.stdout.startswith("{"):
         pytest.skip(f"no network: uvx {command[0]} gave no answer: {found.stderr.strip()[-300:]}")
     return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of verifiers, run by `examples/verifiers_agent.py`, in real steps: ids trained are ids sampled.
 
-`VERIFIERS_PYTHON` names the Python of an environment of its own: `pip install verifiers==0.4.0 uv`. Its programs are prepared by uv, which
-takes a network the first time.
+`VERIFIERS_PYTHON` names the Python of an environment of its own: `pip install verifiers==0.4.0 uv`. Its programs are
+prepared by uv, which takes a network the first time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
 
     def lines(taskset: str) -> list[str]:
         command = [PYTHON, str(PROGRAM), "rows", taskset]
-        return subprocess.run(command, env=variables, check=True, capture_output=True, text=True, timeout=HANG_S).stdout.splitlines()
+        return subprocess.run(
+            command, env=variables, check=True, capture_output=True, text=True, timeout=HANG_S
+        ).stdout.splitlines()
 
     # The example's own taskset has rows, too.
     assert json.loads(lines("verifiers_sums")[0]) == {

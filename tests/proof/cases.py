@@ -32,14 +32,19 @@ class Case:
         self.drawn = case = random_trainer(choose)
         self.family = found = family(case.hf_config)
         coords = [case.parallel.coords_of(rank, case.world_size) for rank in range(case.world_size)]
-        by_coords = {key: found.megatron_layout(case.hf_config, case.parallel, key, "bfloat16", case.flavour) for key in set(coords)}
+        by_coords = {
+            key: found.megatron_layout(case.hf_config, case.parallel, key, "bfloat16", case.flavour)
+            for key in set(coords)
+        }
         self.sources = {rank: by_coords[key] for rank, key in enumerate(coords)}
         # A checkpoint is a layout like any other; it takes the place of an engine where vLLM does not hold the model.
         self.to_checkpoint = found.vllm_layers is None or choose.random() < 0.1
         if self.to_checkpoint:
             workers = [found.torch_dist_layout(case.hf_config, "bfloat16")]
         else:
-            workers = [found.vllm_layout(case.hf_config, case.engine, worker, "bfloat16") for worker in range(case.engine.tp)]
+            workers = [
+                found.vllm_layout(case.hf_config, case.engine, worker, "bfloat16") for worker in range(case.engine.tp)
+            ]
         num_engines = choose.randint(1, min(4, case.world_size // len(workers)))
         self.targets = {target: workers[target % len(workers)] for target in range(num_engines * len(workers))}
         first = choose.choice([0, 0, case.world_size])
@@ -47,13 +52,21 @@ class Case:
         per_node = choose.choice([1, 2, 4, 1000])
         self.node_of = {gpu: gpu // per_node for gpu in (*self.sources, *self.gpu_of.values())}
         # Small buffers make hundreds of rounds, which take time and show little more.
-        self.buffer_bytes = choose.choice([128, 256]) if choose.random() < 0.02 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
+        self.buffer_bytes = (
+            choose.choice([128, 256]) if choose.random() < 0.02 else choose.choice([1 << 11, 1 << 13, 1 << 16, 1 << 20])
+        )
         self.canonical = index_arrays(found.canonical(case.hf_config))
 
-    def reshard(self, *, sources: Mapping[int, Layout] | None = None, targets: Mapping[int, Layout] | None = None) -> Schedule:
+    def reshard(
+        self, *, sources: Mapping[int, Layout] | None = None, targets: Mapping[int, Layout] | None = None
+    ) -> Schedule:
         """The schedule, by tables that need not be the right ones."""
         return reshard(
-            sources or self.sources, targets or self.targets, gpu_of=self.gpu_of, node_of=self.node_of, buffer_bytes=self.buffer_bytes
+            sources or self.sources,
+            targets or self.targets,
+            gpu_of=self.gpu_of,
+            node_of=self.node_of,
+            buffer_bytes=self.buffer_bytes,
         )
 
     def source_arrays(self, sources: Mapping[int, Layout]) -> dict[int, Arrays]:
@@ -74,7 +87,10 @@ class Case:
 
     def __repr__(self) -> str:
         kind = "checkpoint" if self.to_checkpoint else "engines"
-        return f"{self.drawn} to {kind} on GPUs {list(self.gpu_of.values())}, nodes {self.node_of}, buffer {self.buffer_bytes}"
+        return (
+            f"{self.drawn} to {kind} on GPUs {list(self.gpu_of.values())}, nodes {self.node_of}, buffer "
+            f"{self.buffer_bytes}"
+        )
 
 
 def random_trainer(choose: random.Random) -> RandomCase:
@@ -112,7 +128,9 @@ def random_trainer(choose: random.Random) -> RandomCase:
         num_nextn_predict_layers=0,
         norm_topk_prob=True,
     )
-    parallel = replace(case.parallel, vpp=1, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None)
+    parallel = replace(
+        case.parallel, vpp=1, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
+    )
     return replace(case, hf_config=hf_config, parallel=parallel, engine=VllmParallel())
 
 
@@ -158,7 +176,13 @@ def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> 
     return targets
 
 
-def pull(pulls: Sequence[Pull], gpu: int, sources: Mapping[int, Arrays], memory: Mapping[int, dict[int, np.ndarray]], live: Arrays) -> None:
+def pull(
+    pulls: Sequence[Pull],
+    gpu: int,
+    sources: Mapping[int, Arrays],
+    memory: Mapping[int, dict[int, np.ndarray]],
+    live: Arrays,
+) -> None:
     """One round of a worker."""
     checksums = set()
     for item in pulls:
@@ -216,7 +240,9 @@ def exchanged(
 
 def write(array: np.ndarray, box: tuple[tuple[int, int], ...], values: np.ndarray) -> None:
     """Fills a box that nothing has been written to."""
-    assert len(box) == array.ndim and all(0 <= start < stop <= size for (start, stop), size in zip(box, array.shape, strict=True)), box
+    assert len(box) == array.ndim and all(
+        0 <= start < stop <= size for (start, stop), size in zip(box, array.shape, strict=True)
+    ), box
     target = part(array, box)
     assert (target == UNWRITTEN).all()
     target[...] = values.reshape(target.shape) if values.ndim else values

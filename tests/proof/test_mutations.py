@@ -31,7 +31,10 @@ def swap(pieces: list[Piece]) -> list[Piece] | None:
     """Two parts of equal size in each other's place; None where there are none."""
     for index, first in enumerate(pieces):
         for other, second in enumerate(pieces[index + 1 :], index + 1):
-            if [b - a for a, b in first.local] == [b - a for a, b in second.local] and (first.name, first.box) != (second.name, second.box):
+            if [b - a for a, b in first.local] == [b - a for a, b in second.local] and (first.name, first.box) != (
+                second.name,
+                second.box,
+            ):
                 pieces[index], pieces[other] = replace(first, local=second.local), replace(second, local=first.local)
                 return pieces
     for index, piece in enumerate(pieces):
@@ -47,8 +50,16 @@ def swapped_ends(piece: Piece, dim: int) -> list[Piece]:
     (low, high), local_dim = piece.box[dim], dim - len(piece.box)
     start, stop = piece.local[local_dim]
     ends = [
-        replace(piece, box=with_range(piece.box, dim, low, low + 1), local=with_range(piece.local, local_dim, stop - 1, stop)),
-        replace(piece, box=with_range(piece.box, dim, high - 1, high), local=with_range(piece.local, local_dim, start, start + 1)),
+        replace(
+            piece,
+            box=with_range(piece.box, dim, low, low + 1),
+            local=with_range(piece.local, local_dim, stop - 1, stop),
+        ),
+        replace(
+            piece,
+            box=with_range(piece.box, dim, high - 1, high),
+            local=with_range(piece.local, local_dim, start, start + 1),
+        ),
     ]
     if high - low > 2:
         middle = with_range(piece.local, local_dim, start + 1, stop - 1)
@@ -106,7 +117,9 @@ def is_caught(case: Case, rule: str, side: str, change: Change) -> bool | None:
             # Ranks hold other values than the table says. A table that says so is refused whatever the values are.
             faults = case.faults(schedule := case.reshard(), sources=layouts)
         else:
-            faults = case.faults(schedule := case.reshard(sources=layouts) if side == "source" else case.reshard(targets=layouts))
+            faults = case.faults(
+                schedule := case.reshard(sources=layouts) if side == "source" else case.reshard(targets=layouts)
+            )
     except ScheduleError:
         return True
     if faults:

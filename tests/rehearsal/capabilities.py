@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own model classes as hosts with CUDA build them, on the meta device, through the preparation of a refit.
 
-A process of its own, which takes an empty folder and prints rows of JSON: what vLLM calls its platform holds for the whole process.
+A process of its own, which takes an empty folder and prints rows of JSON: what vLLM calls its platform holds for the
+whole process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ PUBLISHED = {
 """Models of scripts/bench/models, by name: model type, and what is changed."""
 
 
-TINY = ("nemotron_h, latent experts", "qwen2", "qwen3, tied", "qwen3_moe, a dense layer", "llama", "mixtral", "glm4_moe", "qwen2_moe")
+TINY = (
+    "nemotron_h, latent experts",
+    "qwen2",
+    "qwen3, tied",
+    "qwen3_moe, a dense layer",
+    "llama",
+    "mixtral",
+    "glm4_moe",
+    "qwen2_moe",
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,9 @@ class Row:
 def become_cuda() -> Callable[[str], None]:
     """From here on vLLM takes this host for one with GPUs. Returns what sets their compute capability.
 
-    Imported as on this host: modules of vLLM ask for compiled kernels when they are imported on CUDA. Replaced besides the platform: the
-    kernels and streams that constructors look up, none of which runs here, and a line of the log that reads values.
+    Imported as on this host: modules of vLLM ask for compiled kernels when they are imported on CUDA. Replaced besides
+    the platform: the kernels and streams that constructors look up, none of which runs here, and a line of the log that
+    reads values.
     """
     os.environ.update(engine_environment(has_gpu=True))
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
@@ -96,7 +107,8 @@ def become_cuda() -> Callable[[str], None]:
     setattr(torch.ops._C, "relu_squared", None)  # noqa: B010  torch types attributes of namespaces as namespaces
     shared_experts.aux_stream = lambda: None
     # vLLM for CUDA brings FlashInfer, whose experts reorder weights.
-    flashinfer_cutlass_moe.has_flashinfer_cutlass_fused_moe = trtllm_bf16_moe.has_flashinfer_trtllm_fused_moe = lambda: True
+    flashinfer_cutlass_moe.has_flashinfer_cutlass_fused_moe = lambda: True
+    trtllm_bf16_moe.has_flashinfer_trtllm_fused_moe = lambda: True
     setattr(ExpertMapManager, "get_compressed_map_string", lambda self: "")  # noqa: B010  a method is no plain attribute for pyright
     return set_capability
 
@@ -110,14 +122,21 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
     from mrl.rollout.engine_arguments import engine_arguments
 
     # Colocated engines sleep, by an allocator that CPU hosts lack.
-    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_config(parallel), colocated=ColocatedConfig(enabled=False))
+    generation = GenerationConfig(
+        max_new_tokens=16, vllm_cfg=vllm_config(parallel), colocated=ColocatedConfig(enabled=False)
+    )
     config = engine_arguments(str(folder), generation, seed=0).create_engine_config()
     built = []
     for worker in workers:
         # It remembers the layers of one model.
         config.compilation_config.static_forward_context.clear()
         config.parallel_config.data_parallel_rank = worker // parallel.tp
-        with set_ranks(parallel, worker), set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        with (
+            set_ranks(parallel, worker),
+            set_current_vllm_config(config),
+            set_default_torch_dtype(torch.bfloat16),
+            torch.device("meta"),
+        ):
             built.append(initialize_model(vllm_config=config))
     return built
 
@@ -134,7 +153,9 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
         refit_workers.append(RefitWorker())
         refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
         refit_workers[-1].get_draft_model = lambda: None
-    engines = SimpleNamespace(call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]})
+    engines = SimpleNamespace(
+        call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]}
+    )
     place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
     policies = SimpleNamespace(call=lambda verb, deadline_s: {0: place})
     engine = EngineSlots(0, tuple(range(parallel.num_workers)))
@@ -170,7 +191,11 @@ def run_config(folder: Path, parallel: VllmParallel) -> RunConfig:
 def vllm_config(parallel: VllmParallel) -> VllmConfig:
     """Config of a bfloat16 engine."""
     return VllmConfig(
-        precision="bfloat16", max_model_len=256, enforce_eager=True, tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep
+        precision="bfloat16",
+        max_model_len=256,
+        enforce_eager=True,
+        tensor_parallel_size=parallel.tp,
+        expert_parallel_size=parallel.ep,
     )
 
 
@@ -185,7 +210,9 @@ def published(folder: Path, name: str, changed: dict[str, object]) -> Path:
 def rows(folder: Path) -> Iterator[Row]:
     """All cases, of each layout the first and the last worker: what those between hold is shaped alike."""
     set_capability = become_cuda()
-    cases = {name: (published(folder / name, name, changed), model_type) for name, (model_type, changed) in PUBLISHED.items()}
+    cases = {
+        name: (published(folder / name, name, changed), model_type) for name, (model_type, changed) in PUBLISHED.items()
+    }
     for index, name in enumerate(TINY):
         model_type, sizes = CASES[name]
         cases[name] = models.save_model(folder / str(index), model_type, 0, **sizes), model_type

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that takes itself for any rank of a GPU run: real Megatron and Transformer Engine, without memory or peers.
 
-Tensors of weights are on the meta device, and process groups are torch's fake ones, whose collectives return at once and move nothing. Of
-Transformer Engine the Python is real; its C extension is not there, and says nothing. A process of its own: nothing is put back.
+Tensors of weights are on the meta device, and process groups are torch's fake ones, whose collectives return at once
+and move nothing. Of Transformer Engine the Python is real; its C extension is not there, and says nothing. A process of
+its own: nothing is put back.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def become_gpu_host(transformer_engine: Path) -> None:
 
     import_megatron()
     os.environ[env.MRL_DEVICE.name] = "cuda"
-    # Mamba's kernels, which none of the host's libraries has, are the only part of a CPU host that a GPU host would not have.
+    # Mamba's kernels, which none of the host's libraries has, are the only part of a CPU host that a GPU host would not
+    # have.
     for name, value in {**cpu._cpu_for_cuda(), **cpu._random_states(), **cpu._mamba_kernels()}.items():
         _replace(name, value)
     type_on_cuda = torch.Tensor.type
@@ -149,7 +151,9 @@ def as_rank(config: PolicyConfig, rank: int, world_size: int) -> Iterator[None]:
     """Megatron's groups of one rank of `world_size`, inside the `with` block."""
     from mrl.policy import parallel
 
-    parallel.initialize(config.megatron_cfg, rank=rank, world_size=world_size, meeting=parallel.Meeting("", 0), timeout_s=HANG_S, seed=1)
+    parallel.initialize(
+        config.megatron_cfg, rank=rank, world_size=world_size, meeting=parallel.Meeting("", 0), timeout_s=HANG_S, seed=1
+    )
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of te_models, large_run and te_calls, from one process: half their time is imports of Megatron and transformers.
 
-Takes Transformer Engine's folder, an empty one, and a key of large_run.RANKS; with the key `dense`, there are rows of large_run alone.
+Takes Transformer Engine's folder, an empty one, and a key of large_run.RANKS; with the key `dense`, there are rows of
+large_run alone.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ RANKS: dict[str, list[tuple[int, int]]] = {
     "newest": [(nodes, nodes * 8 - 1) for nodes in NODES],
     "dense": [(NODES[0], rank) for rank in replicas(NODES[0] * 8)["dense"]],
 }
-"""Nodes and rank by megatron-core: chosen ranks of both runs, of the smaller one all replicas of the last rank's experts; on that of newer
-Pythons the last rank of each. `dense` are all replicas of the first rank's dense weights."""
+"""Nodes and rank by megatron-core: chosen ranks of both runs, of the smaller one all replicas of the last rank's
+experts; on that of newer Pythons the last rank of each. `dense` are all replicas of the first rank's dense weights."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,11 @@ def run_config(nodes: int, folder: Path) -> tuple[RunConfig, HfConfig]:
     text = (ROOT / f"scripts/bench/models/{MODEL}.config.json").read_text()
     (folder / "config.json").write_text(text)
     # More replicas than prompts would have no work.
-    changed = [f"policy.model_name={folder}", f"cluster.num_nodes={nodes}", f"grpo.num_prompts_per_step={max(128, nodes * 4)}"]
+    changed = [
+        f"policy.model_name={folder}",
+        f"cluster.num_nodes={nodes}",
+        f"grpo.num_prompts_per_step={max(128, nodes * 4)}",
+    ]
     return load_config("grpo_nanov3.yaml", changed), json.loads(text)
 
 
@@ -103,7 +107,9 @@ def schedule_of(config: RunConfig, hf_config: HfConfig) -> Schedule:
     workers = {slot: (index, ()) for engine in engine_slots(config) for index, slot in enumerate(engine.slots)}
     return RefitInputs(
         hf_config=hf_config,
-        ranks=tuple((parallel, parallel.coords_of(rank, world), config.policy.precision, "te") for rank in range(world)),
+        ranks=tuple(
+            (parallel, parallel.coords_of(rank, world), config.policy.precision, "te") for rank in range(world)
+        ),
         parallel=config.policy.generation.parallel,
         precision=vllm.precision,
         workers=workers,
@@ -124,14 +130,21 @@ def row(config: RunConfig, hf_config: HfConfig, schedule: Schedule, rank: int) -
     with as_rank(config.policy, rank, config.num_policy_ranks):
         built = Rank(config.policy, hf_config, "meta")
         buffers = [buffer for chunk in built.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-        names = {parameter: table_name(name) for chunk in built.chunks for name, parameter in chunk.module.named_parameters()}
+        names = {
+            parameter: table_name(name) for chunk in built.chunks for name, parameter in chunk.module.named_parameters()
+        }
         shards = {}
         for optimizer in parts(built.optimizer):
             for parameter, (buffer, dtype, bucket) in optimizer.model_param_gbuf_map.items():
                 owned = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"].get(parameter)
                 start, stop = (owned["param"].start, owned["param"].end) if owned else (0, 0)
                 shards[names[parameter]] = Shard(parameter.numel(), ".experts." in names[parameter], start, stop)
-        held = [param for part in parts(built.optimizer) for group in part.optimizer.param_groups for param in group["params"]]
+        held = [
+            param
+            for part in parts(built.optimizer)
+            for group in part.optimizer.param_groups
+            for param in group["params"]
+        ]
         # As the arena moves them: the buffers of Megatron whole, and what is in none of them on its own.
         in_buffers = {id(parameter) for buffer in buffers for parameter in buffer.params}
         storages = [buffer.param_data.nbytes for buffer in buffers]
@@ -145,11 +158,16 @@ def row(config: RunConfig, hf_config: HfConfig, schedule: Schedule, rank: int) -
                 parallel_state.get_data_parallel_rank(with_context_parallel=True),
                 parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             ),
-            expert_replica=(parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()),
+            expert_replica=(
+                parallel_state.get_expert_data_parallel_rank(),
+                parallel_state.get_expert_data_parallel_world_size(),
+            ),
             shards=shards,
             main_elements=sum(param.numel() for param in held),
             bucket_remainders=[
-                (end - begin) % buffer.data_parallel_world_size for buffer in buffers for begin, end in buffer.bucket_indices
+                (end - begin) % buffer.data_parallel_world_size
+                for buffer in buffers
+                for begin, end in buffer.bucket_indices
             ],
             weight_bytes=sum(tensor.nbytes for tensor in built.tensors.values()),
             arena_bytes=block_offsets(storages)[1],
@@ -161,15 +179,21 @@ def row(config: RunConfig, hf_config: HfConfig, schedule: Schedule, rank: int) -
 
 def refit_faults(built: Rank, schedule: Schedule, rank: int) -> tuple[list[str], int]:
     """Copies that the rank sends, or its GPU's engine worker reads, whose boxes its live weights lack; all copies."""
-    tensors = {slot: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for slot, tensor in built.tensors.items()}
+    tensors = {
+        slot: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for slot, tensor in built.tensors.items()
+    }
     holdings = [
         (copy.holders[item.source_class], copy.num_bytes)
         for deliveries in schedule.sent_by(rank)
         for item in deliveries
         for copy in item.message.copies
     ]
-    holdings += [(pull.holding, pull.copy.num_bytes) for pulls in schedule.pulls(rank) for pull in pulls if pull.offset is None]
-    return [fault for holding, num_bytes in holdings if (fault := holding_fault(tensors, holding, num_bytes))], len(holdings)
+    holdings += [
+        (pull.holding, pull.copy.num_bytes) for pulls in schedule.pulls(rank) for pull in pulls if pull.offset is None
+    ]
+    return [fault for holding, num_bytes in holdings if (fault := holding_fault(tensors, holding, num_bytes))], len(
+        holdings
+    )
 
 
 def holding_fault(tensors: Mapping[Slot, tuple[tuple[int, ...], str]], holding: Holding, num_bytes: int) -> str:

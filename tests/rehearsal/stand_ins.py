@@ -72,7 +72,9 @@ def rehearsal_config(shape: Shape, folder: Path) -> RunConfig:
         shutil.copy(MODEL, model / "config.json")
         (model / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
         row = {"input": "How many? " + "?" * 300, "output": "42"}
-        data.write_text("".join(json.dumps(row) + "\n" for _ in range(4 * shape.num_rollouts // NUM_GENERATIONS)), encoding="utf-8")
+        data.write_text(
+            "".join(json.dumps(row) + "\n" for _ in range(4 * shape.num_rollouts // NUM_GENERATIONS)), encoding="utf-8"
+        )
     words = [
         f"policy.model_name={model}",
         f"data.train.data_path={data}",
@@ -107,7 +109,9 @@ class PolicyStandIn:
     def address(self, ports: range) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    def build(self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: str) -> int:
+    def build(
+        self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: str
+    ) -> int:
         parallel = config.policy.megatron_cfg.parallel
         self.place: tuple[MegatronParallel, MegatronCoords, str, str] = (
             parallel,
@@ -117,7 +121,9 @@ class PolicyStandIn:
         )
         return rank // (parallel.tp * parallel.cp) % config.data_parallel_size
 
-    def set_batch(self, model: str, sequences: dict[int, TrainSequence], rows: object, logprob_rows: object, is_further: bool) -> int:
+    def set_batch(
+        self, model: str, sequences: dict[int, TrainSequence], rows: object, logprob_rows: object, is_further: bool
+    ) -> int:
         return len(sequences)
 
     def call(self, model: str, verb: str, *arguments: object) -> object:
@@ -133,7 +139,9 @@ class PolicyStandIn:
             zeros, ones = [0.0] * SAMPLED_TOKENS, [1] * SAMPLED_TOKENS
             wanted = arguments[0] if self.index == 0 else ()
             assert isinstance(wanted, Sequence)
-            return {index: TokenSample([65] * SAMPLED_TOKENS, ones, zeros, zeros, zeros, ones, zeros) for index in wanted}
+            return {
+                index: TokenSample([65] * SAMPLED_TOKENS, ones, zeros, zeros, zeros, ones, zeros) for index in wanted
+            }
         return None
 
 
@@ -149,8 +157,12 @@ class EngineStandIn:
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
         tokens = np.zeros(self.shape.payload_tokens, np.int32)
-        sampled = [Rollout(request, self.weight_version, tokens, tokens.astype(np.float32), "stop") for request in requests]
-        return ([replace(RolloutInfo.of(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(sampled)
+        sampled = [
+            Rollout(request, self.weight_version, tokens, tokens.astype(np.float32), "stop") for request in requests
+        ]
+        return ([replace(RolloutInfo.of(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(
+            sampled
+        )
 
     def call(self, verb: str, *arguments: object) -> object:
         if verb in ("set_weight_version", "serve"):
@@ -242,7 +254,9 @@ class Method:
         key = self.place[0], str(verb)
         self.calls.counts[key] += 1
         if self.calls.weighs:
-            self.calls.sizes[key] += len(cloudpickle.dumps([item for item in arguments if not isinstance(item, ray.ObjectRef)]))
+            self.calls.sizes[key] += len(
+                cloudpickle.dumps([item for item in arguments if not isinstance(item, ray.ObjectRef)])
+            )
         return self.at.remote(*self.place, self.name, *arguments)  # pyright: ignore[reportAttributeAccessIssue]
 
 

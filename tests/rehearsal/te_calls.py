@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with Transformer Engine layers on the CPU: its Python around kernels of plain torch, beside transformers.
 
-Each kernel is called through the signature of the function or method that Transformer Engine has in its place. Runs in the process of
-gpu_rows.py, as its last part: nothing is put back.
+Each kernel is called through the signature of the function or method that Transformer Engine has in its place. Runs in
+the process of gpu_rows.py, as its last part: nothing is put back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ CASES: dict[str, dict[str, object]] = {
     "qwen3_moe": dict(mlp_only_layers=[1]),
 }
 """Changes, by model_type, of tests.models.TINY."""
-FUSED = tuple(f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing"))
+FUSED = tuple(
+    f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing")
+)
 ATTENTION, LINEAR = "DotProductAttention.forward", "Linear.forward"
 ROTARY, PERMUTE, UNPERMUTE = "apply_rotary_pos_emb", "moe_permute_with_probs", "moe_unpermute"
 SORT = "moe_sort_chunks_by_index"
@@ -89,7 +91,8 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
 
     def attention(given: SimpleNamespace) -> Tensor:
         assert given.qkv_format == "thd" and given.attn_mask_type == "padding_causal"
-        # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel takes.
+        # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel
+        # takes.
         assert given.cu_seqlens_q_padded is given.cu_seqlens_q and given.cu_seqlens_kv_padded is given.cu_seqlens_kv
         query, key, value = given.query_layer, given.key_layer, given.value_layer
         return packed_attention(query, key, value, given.cu_seqlens_q, scale=given.self.softmax_scale).flatten(1)
@@ -97,7 +100,9 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
     def rotary(given: SimpleNamespace) -> Tensor:
         assert given.tensor_format == "thd" and given.fused and (given.cp_size, given.cp_rank) == (1, 0)
         group = parallel_state.get_context_parallel_group()
-        return rope_utils._apply_rotary_pos_emb_thd(given.t, given.cu_seqlens, given.freqs, given.interleaved, cp_group=group)
+        return rope_utils._apply_rotary_pos_emb_thd(
+            given.t, given.cu_seqlens, given.freqs, given.interleaved, cp_group=group
+        )
 
     def permute(given: SimpleNamespace) -> object:
         # Newer ones add paddings of experts, which quantization needs.
@@ -113,7 +118,10 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         return moe_utils.sort_chunks_by_idxs(given.inp, given.split_sizes, given.sorted_index)[0]
 
     def gemm(given: SimpleNamespace) -> tuple[Tensor]:
-        first, second = (given.B.t() if given.layout[1] == "T" else given.B), (given.A.t() if given.layout[0] == "T" else given.A)
+        first, second = (
+            (given.B.t() if given.layout[1] == "T" else given.B),
+            (given.A.t() if given.layout[0] == "T" else given.A),
+        )
         return ((first.to(given.out_dtype) @ second.to(given.out_dtype)),)
 
     return {
@@ -182,6 +190,8 @@ def rows(folder: Path) -> Iterator[Row]:
             weights = dict(built.chunks[0].module.named_parameters())
             # No token may have chosen an expert.
             zero = [
-                name for name, weight in weights.items() if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
+                name
+                for name, weight in weights.items()
+                if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
             ]
             yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=sorted(called))

@@ -26,7 +26,10 @@ TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {}),
     "nemotron_h": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8)),
-    "nemotron_h, latent experts": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8, moe_latent_size=32)),
+    "nemotron_h, latent experts": (
+        "nemotron_h",
+        dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8, moe_latent_size=32),
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen2_moe": ("qwen2_moe", {}),
@@ -35,7 +38,11 @@ TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, a dense layer": ("qwen3_moe", dict(mlp_only_layers=[1])),
 }
-BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true", "policy.megatron_cfg.optimizer.params_dtype=bfloat16")
+BF16 = (
+    "policy.precision=bfloat16",
+    "policy.megatron_cfg.optimizer.bf16=true",
+    "policy.megatron_cfg.optimizer.params_dtype=bfloat16",
+)
 WITH_EXPERTS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
@@ -55,10 +62,16 @@ def layouts(model_type: str) -> list[str]:
     """Names of layouts that a family has."""
     if model_type == "nemotron_h":
         return ["one", "tp2 sp pp2 ep2", "tp2 sp ep2 etp2"]
-    return ["one", "pp2 vpp2", *(("tp2 sp pp2 ep2", "tp2 sp ep2 etp2") if model_type in WITH_EXPERTS else ("tp2 sp pp2",))]
+    return [
+        "one",
+        "pp2 vpp2",
+        *(("tp2 sp pp2 ep2", "tp2 sp ep2 etp2") if model_type in WITH_EXPERTS else ("tp2 sp pp2",)),
+    ]
 
 
-def fault_of(config: RunConfig, hf_config: dict[str, object], case: str, layout: str, rank: int, world_size: int) -> Row:
+def fault_of(
+    config: RunConfig, hf_config: dict[str, object], case: str, layout: str, rank: int, world_size: int
+) -> Row:
     """Builds the rank, up to its optimizer."""
     with as_rank(config.policy, rank, world_size):
         try:
@@ -78,7 +91,9 @@ def rows(folder: Path) -> Iterator[Row]:
         hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
         config = load_config(config_file, [f"policy.model_name={_folder(folder / name, hf_config)}"])
         world, stages = config.num_policy_ranks, config.policy.megatron_cfg.pipeline_model_parallel_size
-        for rank in (edge for stage in range(stages) for edge in (stage * world // stages, (stage + 1) * world // stages - 1)):
+        for rank in (
+            edge for stage in range(stages) for edge in (stage * world // stages, (stage + 1) * world // stages - 1)
+        ):
             yield fault_of(config, hf_config, name, config_file, rank, world)
     for index, (case, (model_type, changed)) in enumerate(TINY.items()):
         hf_config = AutoConfig.for_model(model_type, **{**models.TINY[model_type], **changed}).to_dict()

@@ -13,7 +13,9 @@ from tests.rehearsal.capabilities import CAPABILITIES, PUBLISHED, TINY, Row
 from tests.rehearsal.children import rows_of
 from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, layouts
 
-MODEL_TYPES = {name: model_type for name, (model_type, _) in PUBLISHED.items()} | {name: CASES[name][0] for name in TINY}
+MODEL_TYPES = {name: model_type for name, (model_type, _) in PUBLISHED.items()} | {
+    name: CASES[name][0] for name in TINY
+}
 WIDER = "Engines keep as float32 what the trainer holds as bfloat16: "
 
 

@@ -63,7 +63,9 @@ def test_each_rank_and_engine_is_called_equally_often_whatever_their_number(sent
         counts = sent(num_ranks).counts
         num = {"PolicyActor": num_ranks, "EngineActor": num_ranks // 4}
         # An engine is polled until it has finished; what arrives together is sent to the rewards together.
-        per_actor.append({key: count / num[key[0]] for key, count in counts.items() if key[0] in num and key[1] != "poll"})
+        per_actor.append(
+            {key: count / num[key[0]] for key, count in counts.items() if key[0] in num and key[1] != "poll"}
+        )
     assert per_actor[0] == per_actor[1]
     # However many rounds a refit has.
     assert max(per_actor[0].values()) <= 3

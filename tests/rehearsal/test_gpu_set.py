@@ -23,7 +23,16 @@ EXTRAS = ("gpu", "adapters", "cluster", "loggers")
 # The oldest glibc for which every package but those below has a wheel (llguidance asks for 2.31).
 PLATFORM = "x86_64-manylinux_2_31"
 ONLY_SOURCES = ("causal-conv1d", "mamba-ssm", "pwinput", "transformer-engine-torch")
-ESSENTIAL = {"torch", "triton", "vllm", "megatron-core", "mamba-ssm", "causal-conv1d", "transformer-engine-torch", "nvidia-nccl-cu13"}
+ESSENTIAL = {
+    "torch",
+    "triton",
+    "vllm",
+    "megatron-core",
+    "mamba-ssm",
+    "causal-conv1d",
+    "transformer-engine-torch",
+    "nvidia-nccl-cu13",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,9 @@ def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subp
 def test_the_gpu_set_resolves_to_its_constraints(python: str, environment: dict[str, str]):
     done = resolve(python, CONSTRAINTS, environment)
     assert done.returncode == 0, done.stderr
-    resolved = {normalise(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE)}
+    resolved = {
+        normalise(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE)
+    }
     # Nothing without a pin, and no pin that nothing needs.
     assert resolved == read_pins(CONSTRAINTS, python)
     assert resolved.keys() >= ESSENTIAL

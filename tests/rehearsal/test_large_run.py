@@ -52,9 +52,13 @@ def test_bytes_of_a_rank_are_those_of_tables_and_plan(ranks: list[Row], configs:
     for row in ranks:
         config = configs[row.nodes]
         model, parallel = read_model(config), config.policy.megatron_cfg.parallel
-        table = family(model.hf_config).megatron_layout(model.hf_config, parallel, MegatronCoords(*row.coords), "bfloat16", "te")
+        table = family(model.hf_config).megatron_layout(
+            model.hf_config, parallel, MegatronCoords(*row.coords), "bfloat16", "te"
+        )
         sizes = {"bfloat16": 2, "float32": 4}
-        assert row.weight_bytes == sum(volume(tuple((0, size) for size in slot.shape)) * sizes[slot.dtype] for slot in table.values())
+        assert row.weight_bytes == sum(
+            volume(tuple((0, size) for size in slot.shape)) * sizes[slot.dtype] for slot in table.values()
+        )
         # Padding of buckets and of tensors, in an arena that engines map as a whole.
         assert row.weight_bytes <= row.arena_bytes <= row.weight_bytes * 1.001
         planned = stage_states(config, model, row.coords[1])
@@ -91,9 +95,13 @@ def check_shards(rows: list[Row], kind: str, config: RunConfig) -> None:
                 parts[name, shard.num_elements].append((shard.start, shard.stop))
     model = read_model(config)
     coords = MegatronCoords(*next(iter(members.values())).coords)
-    table = family(model.hf_config).megatron_layout(model.hf_config, config.policy.megatron_cfg.parallel, coords, "bfloat16", "te")
+    table = family(model.hf_config).megatron_layout(
+        model.hf_config, config.policy.megatron_cfg.parallel, coords, "bfloat16", "te"
+    )
     # Routers are frozen, and their biases no optimizer's.
-    trained = {slot.name for slot in table if "router" not in slot.name and (".experts." in slot.name) == (kind == "experts")}
+    trained = {
+        slot.name for slot in table if "router" not in slot.name and (".experts." in slot.name) == (kind == "experts")
+    }
     assert {name.removeprefix("module.") for name, _ in parts} == trained
     for (name, num_elements), found in parts.items():
         ends = [0]

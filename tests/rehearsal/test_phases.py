@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phases of a colocated engine, by vLLM's executor, GPU worker and sleep allocator. Only driver calls are not CUDA's.
 
-Memory that the driver unmaps is overwritten, so that a forward pass that reads what sleeps, or woke without content, shows.
+Memory that the driver unmaps is overwritten, so that a forward pass that reads what sleeps, or woke without content,
+shows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Device:
 
     def __init__(self, memory: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self.memory = memory
-        self.tag_at = {tensor.untyped_storage().data_ptr(): tag for tag, tensors in memory.items() for tensor in tensors}
+        self.tag_at = {
+            tensor.untyped_storage().data_ptr(): tag for tag, tensors in memory.items() for tensor in tensors
+        }
         self.asleep: set[int] = set()
         self.moved: list[str] = []
         """Tag of every copy between device and host."""
@@ -81,7 +84,9 @@ def fail(message: str, *arguments: object) -> None:
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Device]]:
+def device(
+    request: pytest.FixtureRequest, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, Device]]:
     """An engine that takes its host for a GPU once it is up, and the memory beneath it; True: it schedules ahead."""
     if getattr(request, "param", False):
         schedule_ahead(monkeypatch)
@@ -97,7 +102,9 @@ def device(request: pytest.FixtureRequest, start_engine: StartEngine, monkeypatc
     allocator = cumem.CuMemAllocator()
     for tag, tensors in device.memory.items():
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            allocator.pointer_to_data[storage.data_ptr()] = AllocationData((0, storage.nbytes(), storage.data_ptr(), 0), tag)
+            allocator.pointer_to_data[storage.data_ptr()] = AllocationData(
+                (0, storage.nbytes(), storage.data_ptr(), 0), tag
+            )
     monkeypatch.setattr(cumem, "python_unmap_and_release", device.unmap)
     monkeypatch.setattr(cumem, "python_create_and_map", device.map)
     monkeypatch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=device.copy))
@@ -123,7 +130,9 @@ def worker_of(engine: Engine):
 def memory_of(engine: Engine) -> dict[str, list[torch.Tensor]]:
     """Tensors that a GPU worker has in its sleep allocator, by tag."""
     runner = worker_of(engine).model_runner
-    caches = [tensor for cache in runner.kv_caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
+    caches = [
+        tensor for cache in runner.kv_caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])
+    ]
     assert caches and all(isinstance(tensor, torch.Tensor) for tensor in caches)
     others = {tag: [torch.arange(8.0)] for tag in OTHER_TAGS}
     return {"weights": [*runner.model.parameters(), *runner.model.buffers()], "kv_cache": caches} | others
@@ -134,7 +143,9 @@ def enter(engine: Engine, device: Device, phase: Phase) -> list[str]:
     device.moved.clear()
     engine.enter(phase)
     place = PHASES[phase]
-    wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
+    wanted = {
+        tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"
+    }
     assert device.sleeping_tags & {"weights", "kv_cache"} == {"weights", "kv_cache"} - wanted
     # A forward pass, and a refit, need them beside the weights.
     assert not wanted or not device.sleeping_tags & set(OTHER_TAGS)

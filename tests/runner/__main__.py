@@ -25,7 +25,9 @@ from tests.runner.progress import Progress, read_progress
 from tests.sources import ROOT
 
 MAX_PARTS, MAX_HEAVY = 3, 2
-"""Parts that run at a time. Most tests start processes and wait for them, and one part would not keep two cores busy."""
+"""Parts that run at a time. Most tests start processes and wait for them, and one part would not keep two
+cores busy.
+"""
 PROGRESS_S = 20.0
 """Between two lines of progress; on a terminal one line is written over and over."""
 NUM_BUSY_LOOPS = 4
@@ -65,7 +67,9 @@ NEWCOMER_ONLY = ("smoke",)
 def main() -> int:
     arguments = parse(sys.argv[1:])
     commands = choose(arguments)
-    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)]
+    loops = [
+        subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)
+    ]
     try:
         with tempfile.TemporaryDirectory(prefix="mrl-tests-") as folder:
             return run_all(commands, Path(folder), show_all=arguments.full or arguments.long)
@@ -76,7 +80,9 @@ def main() -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/test.sh", description="Tests on a CPU host; tests/README.md says what each part shows.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/test.sh", description="Tests on a CPU host; tests/README.md says what each part shows."
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="every suite; CI runs this")
     which.add_argument("--busy", action="store_true", help=f"{', '.join(BUSY)} beside {NUM_BUSY_LOOPS} busy loops")
@@ -102,9 +108,13 @@ def choose(arguments: argparse.Namespace) -> dict[str, list[str]]:
     slurm = ["--with-slurm"] if arguments.with_slurm else []
     if arguments.long:
         return {name: [*PYTEST, "tests", "--long", name, *slurm] for name in arguments.parts or long_parts()}
-    default = BUSY if arguments.busy else [name for name in PARTS if name not in NEWCOMER_ONLY] if arguments.full else QUICK
+    default = (
+        BUSY if arguments.busy else [name for name in PARTS if name not in NEWCOMER_ONLY] if arguments.full else QUICK
+    )
     wanted = arguments.parts or default
-    return {name: [*command, *(slurm if name == "cluster" else [])] for name, command in PARTS.items() if name in wanted}
+    return {
+        name: [*command, *(slurm if name == "cluster" else [])] for name, command in PARTS.items() if name in wanted
+    }
 
 
 def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> int:
@@ -117,19 +127,32 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
     while waiting or running:
         while len(running) < max_parts and (name := next_part(waiting, running)):
             waiting.remove(name)
-            running[name] = subprocess.Popen([sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT)
+            running[name] = subprocess.Popen(
+                [sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT
+            )
         time.sleep(0.2)
         for name in [name for name, process in running.items() if process.poll() is not None]:
             results.append(result_of(name, folder, running.pop(name).returncode))
-            end_line(f"{clock(time.monotonic() - started)} {outcome(results[-1], read_progress(folder / f'{name}.events'))}")
+            end_line(
+                f"{clock(time.monotonic() - started)} {outcome(results[-1], read_progress(folder / f'{name}.events'))}"
+            )
             if show_all or results[-1].code:
                 print((folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace"), flush=True)
         if running and time.monotonic() - said > (1.0 if sys.stdout.isatty() else PROGRESS_S):
             said = time.monotonic()
-            say_progress(f"{clock(said - started)} {', '.join(how_far(name, folder) for name in running)}; {len(waiting)} parts wait")
+            say_progress(
+                f"{clock(said - started)} {', '.join(how_far(name, folder) for name in running)}; {len(waiting)} "
+                "parts wait"
+            )
     cpu_after = psutil.cpu_times()
     busy = sum(getattr(cpu_after, kind) - getattr(cpu_before, kind) for kind in ("user", "nice", "system"))
-    report(results, folder, seconds=time.monotonic() - started, others_s=busy - sum(result.processor_s for result in results), speed=speed)
+    report(
+        results,
+        folder,
+        seconds=time.monotonic() - started,
+        others_s=busy - sum(result.processor_s for result in results),
+        speed=speed,
+    )
     return any(result.code for result in results)
 
 
@@ -170,11 +193,16 @@ def clock(seconds: float) -> str:
 
 def outcome(result: Result, progress: Progress) -> str:
     """One line on a part: what came of it, and where its time went."""
-    counts = ", ".join(f"{number:,} {what}" for what, number in sorted(progress.outcomes.items(), key=lambda item: -item[1]))
+    counts = ", ".join(
+        f"{number:,} {what}" for what, number in sorted(progress.outcomes.items(), key=lambda item: -item[1])
+    )
     verdict = "ok" if not result.code else "FAILED"
     slept = f", asleep {clock(result.asleep_s)}" if result.asleep_s >= 1 else ""
     where = f" ({result.longest_sleep})" if slept and result.longest_sleep else ""
-    return f"{result.name:<10} {verdict:<6} {clock(result.seconds):>6}, processor {clock(result.processor_s)}{slept}{where}  {counts}"
+    return (
+        f"{result.name:<10} {verdict:<6} {clock(result.seconds):>6}, processor "
+        f"{clock(result.processor_s)}{slept}{where}  {counts}"
+    )
 
 
 def report(results: list[Result], folder: Path, *, seconds: float, others_s: float, speed: float) -> None:
@@ -206,9 +234,17 @@ def why(result: Result, progress: Progress) -> str:
 
 def host(speed: float, others: float) -> str:
     """A sentence on the speed of this host, where it is a reason for long times."""
-    reasons = [f"its cores are {speed / REFERENCE_S:.1f} times slower than those of tests/README.md"] if speed > 1.25 * REFERENCE_S else []
+    reasons = (
+        [f"its cores are {speed / REFERENCE_S:.1f} times slower than those of tests/README.md"]
+        if speed > 1.25 * REFERENCE_S
+        else []
+    )
     reasons += [f"other programs used {others:.0%} of its cores"] if others > 0.1 else []
-    return f"This host is slow: {', and '.join(reasons)}" if reasons else "This host is as fast as the one of tests/README.md"
+    return (
+        f"This host is slow: {', and '.join(reasons)}"
+        if reasons
+        else "This host is as fast as the one of tests/README.md"
+    )
 
 
 def speed_loop() -> float:

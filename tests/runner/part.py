@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one test part: `python -m tests.runner.part NAME FOLDER COMMAND...` writes output, progress, result to FOLDER.
 
-A part ends when its command ends, or when nothing in it moves any more: no test finishes, and its processes use next to no processor time.
-How fast the host is does not matter.
+A part ends when its command ends, or when nothing in it moves any more: no test finishes, and its processes use next to
+no processor time. How fast the host is does not matter.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def run(name: str, folder: Path, command: list[str]) -> Result:
     started, movement, usage, stalled_in, used = time.monotonic(), Movement(), Usage(), None, 0.0
     with (folder / f"{name}.txt").open("wb") as output:
         environment = os.environ | {"MRL_TEST_EVENTS": str(events)}
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+        )
         while stalled_in is None and (code := wait(process.pid, SAMPLE_S)) is None:
             used, before = usage.seconds(), used
             progress = read_progress(events)

@@ -60,7 +60,9 @@ def read_progress(path: Path) -> Progress:
             progress.current = event["test"]
         else:
             # A test that passed may still fail in its teardown.
-            outcomes[event["test"]] = max(outcomes.get(event["test"], ""), event["outcome"], key=("", "passed", "skipped", "failed").index)
+            outcomes[event["test"]] = max(
+                outcomes.get(event["test"], ""), event["outcome"], key=("", "passed", "skipped", "failed").index
+            )
             if event["outcome"] == "skipped":
                 progress.skipped[event["reason"]] += 1
     progress.outcomes = Counter(outcomes.values())

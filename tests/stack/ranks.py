@@ -19,8 +19,8 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
 
-# Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's collector cannot see.
-# A run has one policy a process; here, hundreds of them would slow each other down.
+# Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's
+# collector cannot see. A run has one policy a process; here, hundreds of them would slow each other down.
 MAX_RUNS = 6
 
 
@@ -48,7 +48,9 @@ class Rank:
         from mrl.policy import parallel
 
         meeting = parallel.Meeting(self.master_address, self.master_port)
-        parallel.initialize(megatron, rank=self.rank, world_size=self.world_size, meeting=meeting, timeout_s=HANG_S, seed=1)
+        parallel.initialize(
+            megatron, rank=self.rank, world_size=self.world_size, meeting=meeting, timeout_s=HANG_S, seed=1
+        )
 
 
 class RankPool:
@@ -59,7 +61,9 @@ class RankPool:
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_runs = 0
 
-    def run(self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 3 * HANG_S) -> list:
+    def run(
+        self, function: Callable[..., object], *args: object, world_size: int, timeout_s: float = 3 * HANG_S
+    ) -> list:
         """`function(rank, *args)` on ranks 0 to world_size - 1, and what each returned, in order of rank.
 
         Function, arguments and results are pickled: module-level functions, numpy arrays instead of tensors.
@@ -108,7 +112,10 @@ def _collect(connections: list[Connection], name: str, timeout_s: float) -> list
     deadline = time.monotonic() + timeout_s
     answers: dict[Connection, object] = {}
     while len(answers) < len(connections):
-        ready = wait([connection for connection in connections if connection not in answers], timeout=max(0, deadline - time.monotonic()))
+        ready = wait(
+            [connection for connection in connections if connection not in answers],
+            timeout=max(0, deadline - time.monotonic()),
+        )
         if not ready:
             silent = [rank for rank, connection in enumerate(connections) if connection not in answers]
             raise TimeoutError(f"{name}: ranks {silent} gave no answer within {timeout_s} s")

@@ -15,11 +15,15 @@ from tests.waiting import HANG_S
 
 # Each prints whether the library would report.
 LIBRARIES = {
-    "RAY_USAGE_STATS_ENABLED": "from ray._common.usage.usage_lib import usage_stats_enabled; print(usage_stats_enabled())",
+    "RAY_USAGE_STATS_ENABLED": (
+        "from ray._common.usage.usage_lib import usage_stats_enabled; print(usage_stats_enabled())"
+    ),
     "VLLM_NO_USAGE_STATS": "from vllm.usage.usage_lib import is_usage_stats_enabled; print(is_usage_stats_enabled())",
     "HF_HUB_DISABLE_TELEMETRY": "from huggingface_hub import constants; print(not constants.HF_HUB_DISABLE_TELEMETRY)",
     "WANDB_ERROR_REPORTING": "from wandb.env import error_reporting_enabled; print(error_reporting_enabled())",
-    "MLFLOW_DISABLE_TELEMETRY": "from mlflow.telemetry.utils import is_telemetry_disabled; print(not is_telemetry_disabled())",
+    "MLFLOW_DISABLE_TELEMETRY": (
+        "from mlflow.telemetry.utils import is_telemetry_disabled; print(not is_telemetry_disabled())"
+    ),
 }
 # All of them heed one of these, or report nothing from a test.
 ALSO_HEEDED = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "CI", "PYTEST_CURRENT_TEST", "PYTEST_VERSION", "GITHUB_ACTIONS")

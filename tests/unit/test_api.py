@@ -20,7 +20,11 @@ def test_the_built_in_loop_is_made_of_public_parts_that_the_page_explains():
     used = [name for name in parts if name.startswith("loop.")]
     assert used == ["loop.take_batches", "loop.policy.update", "loop.refit.run"]
     assert [name for name in used if f"`{name}(" not in page] == []
-    of_run = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("run.")}
+    of_run = {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("run.")
+    }
     assert of_run == {"run.is_over"}, "the rest is behind the public parts"
 
 
@@ -41,7 +45,9 @@ def test_the_page_has_every_field_of_what_a_loop_gets(name: str):
 def test_an_algorithm_without_rollouts_is_refused_by_name(algorithm: str, tmp_path: Path):
     run_folder = tmp_path / "run"
     with (
-        pytest.raises(ValueError, match=rf"^algorithm={algorithm}: .*run `python -m mrl\.train {algorithm}_tiny\.yaml`, or choose"),
+        pytest.raises(
+            ValueError, match=rf"^algorithm={algorithm}: .*run `python -m mrl\.train {algorithm}_tiny\.yaml`, or choose"
+        ),
         api.start(f"{algorithm}_tiny.yaml", [f"checkpointing.checkpoint_dir={run_folder}"]),
     ):
         raise AssertionError("it has started")

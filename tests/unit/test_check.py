@@ -46,12 +46,14 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
     code, output = said(str(NEMO_RL / "grpo_nanov3.yaml"), "cluster.num_nodes=1", "cluster.gpus_per_node=1")
     assert code == 2
     assert (
-        "cluster.num_nodes=1: the only slot (cluster.num_nodes=1 x cluster.gpus_per_node=1) is no multiple of tensor 2 x pipeline 2 x "
-        "context 4 = 16, nor of expert 8 x expert tensor 1 x pipeline 2 = 16; change one of these sizes, cluster.num_nodes or"
+        "cluster.num_nodes=1: the only slot (cluster.num_nodes=1 x cluster.gpus_per_node=1) is no multiple of "
+        "tensor 2 x pipeline 2 x context 4 = 16, nor of expert 8 x expert tensor 1 x pipeline 2 = 16; change one "
+        "of these sizes, cluster.num_nodes or"
     ) in output
     assert (
-        "cluster.gpus_per_node=1: nodes hold whole engines or engines whole nodes, and policy.generation.vllm_cfg.tensor_parallel" in output
-    )
+        "cluster.gpus_per_node=1: nodes hold whole engines or engines whole nodes, and "
+        "policy.generation.vllm_cfg.tensor_parallel"
+    ) in output
     provided = output.partition("To be provided")[2].partition("Refused")[0]
     assert "policy.model_name=/path/to/hf_checkpoint" in provided and "/path/to/train.jsonl" in provided
 
@@ -61,7 +63,10 @@ def test_what_is_missing_on_this_machine_refuses_nothing_unless_strict(said):
     code, output = said("grpo_tiny.yaml")
     assert code == 0
     assert "To be provided: 3" in output and "Refused: 0" in output
-    assert "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added" in output
+    assert (
+        "start deadline 300 s: 300 s for processes; the time to read the weights of prepared/tiny/model is added"
+        in output
+    )
     assert "train deadline 600 s: " in output and "checkpoint deadline 600 s: " in output
 
 
@@ -70,7 +75,9 @@ def test_a_machine_that_has_all_passes_the_strict_check(said, workplace: Path):
     (workplace / "prepared/tiny/data/train.jsonl").unlink()
     assert said("grpo_tiny.yaml")[0] == 0
     code, output = said("grpo_tiny.yaml", check.STRICT)
-    assert code == 2 and lines_of(output, "To be provided: 1")[0].startswith("data.train.data_path=prepared/tiny/data/train.jsonl: no such")
+    assert code == 2 and lines_of(output, "To be provided: 1")[0].startswith(
+        "data.train.data_path=prepared/tiny/data/train.jsonl: no such"
+    )
 
 
 SETS = "data.train.datasets=[{data_path: prepared/tiny/data/train.jsonl}]"
@@ -92,7 +99,12 @@ SETS = "data.train.datasets=[{data_path: prepared/tiny/data/train.jsonl}]"
             "distillation.num_prompts_per_step=65: more than all rows (64 times distillation.max_num_epochs=1)",
         ),
         (
-            ["sft_tiny.yaml", "policy.train_global_batch_size=100", "data.train.split_validation_size=0.5", "sft.max_num_epochs=3"],
+            [
+                "sft_tiny.yaml",
+                "policy.train_global_batch_size=100",
+                "data.train.split_validation_size=0.5",
+                "sft.max_num_epochs=3",
+            ],
             "policy.train_global_batch_size=100: more than all rows (32 times sft.max_num_epochs=3)",
         ),
     ],
@@ -134,7 +146,9 @@ def test_what_the_engine_s_kernels_cannot_do_is_refused(said, workplace: Path):
     write_weights(path.parent, json.loads(path.read_text()))
     code, output = said("grpo_tiny.yaml")
     (refused,) = lines_of(output, "Refused: 1")
-    assert code == 2 and refused.startswith("policy.model_name=prepared/tiny/model: the model's head_dim is 16, and vLLM's attention on")
+    assert code == 2 and refused.startswith(
+        "policy.model_name=prepared/tiny/model: the model's head_dim is 16, and vLLM's attention on"
+    )
     assert said("grpo_tiny.yaml", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.enforce_eager=false")[0] == 0
     assert said("sft_tiny.yaml")[0] == 0  # no engines
     path.write_text(path.read_text().replace("MEM*EME", "MEM-EME"))
@@ -145,7 +159,9 @@ def test_what_the_engine_s_kernels_cannot_do_is_refused(said, workplace: Path):
 def test_an_id_of_the_hub_is_not_asked_for(said):
     code, output = said("grpo_tiny.yaml", "policy.model_name=no-such/model")
     assert code == 0
-    assert "policy.model_name=no-such/model: not in the local Hugging Face cache; it is downloaded at the start" in output
+    assert (
+        "policy.model_name=no-such/model: not in the local Hugging Face cache; it is downloaded at the start" in output
+    )
 
 
 def test_an_unknown_model_does_not_pass(said):
@@ -178,14 +194,21 @@ def test_everything_is_said_in_one_pass(said, workplace: Path):
         "grpo.max_num_steps=0 (config.yaml:2): out",
     ]
     size = "policy.megatron_cfg.tensor_model_parallel_size=4"
-    starts += [f"{size}: the 6 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=6) are no multiple of tensor 4 x pipeline 1"]
+    starts += [
+        (
+            f"{size}: the 6 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=6) are no multiple of tensor 4 x "
+            "pipeline 1"
+        )
+    ]
     assert code == 2 and all(any(line.startswith(start) for line in refused) for start in starts), output
     assert ". Also: does not divide the model's 2 Mamba groups; use 1 or 2" in output
 
 
 def test_rules_without_their_values_are_said_not_guessed(said, workplace: Path):
     """The layout is right or wrong by a number that cannot be read; its default would fit no cluster of this size."""
-    code, output = said("grpo_tiny.yaml", "policy.megatron_cfg.tensor_model_parallel_size=two", "policy.generation.max_new_tokens=99999")
+    code, output = said(
+        "grpo_tiny.yaml", "policy.megatron_cfg.tensor_model_parallel_size=two", "policy.generation.max_new_tokens=99999"
+    )
     (unchecked,) = lines_of(output, "Not checked: 1")
     assert unchecked.startswith("policy.megatron_cfg.tensor_model_parallel_size: without its value not checked: ")
     assert "parallel layout" in unchecked and "layout of the model" in unchecked and "lengths" not in unchecked
@@ -204,7 +227,12 @@ def test_what_follows_a_value_that_cannot_be_read_is_not_known_either(said, work
 
 @pytest.mark.parametrize("section", ["teachers"])
 def test_an_algorithm_that_is_missing_is_one_line(said, section: str):
-    overrides = [f"+{section}.max_num_steps=3", "+value.model_name=x", "+teacher.megatron_cfg.enabled=true", "loss_fn.kl_type=mixed"]
+    overrides = [
+        f"+{section}.max_num_steps=3",
+        "+value.model_name=x",
+        "+teacher.megatron_cfg.enabled=true",
+        "loss_fn.kl_type=mixed",
+    ]
     code, output = said(str(NEMO_RL / "grpo_math_1B.yaml"), *overrides)
     (refused,) = lines_of(output, "Refused: 1")
     assert code == 2 and refused.startswith(f"{section} (command line): mrl has no ")
@@ -231,11 +259,19 @@ env: {math: {num_workers: 0}}
 
 def test_evaluations_are_checked_too(capsys: pytest.CaptureFixture[str], workplace: Path):
     (workplace / "eval.yaml").write_text(EVALUATION)
-    assert evaluate.main(["eval.yaml", check.OPTION, "grpo.num_prompts_per_step=7", "policy.train_global_batch_size=5"]) == 2
+    assert (
+        evaluate.main(["eval.yaml", check.OPTION, "grpo.num_prompts_per_step=7", "policy.train_global_batch_size=5"])
+        == 2
+    )
     refused = lines_of(capsys.readouterr().out, "Refused: 3")
     assert refused[0].startswith("generation.temprature=0.5 (eval.yaml:6): no such key")
-    assert refused[1].startswith("env.math.num_workers=0 (eval.yaml:9): out of range") and refused[2].startswith("eval.k_value=4: ")
-    assert evaluate.main(["eval.yaml", check.OPTION, "~generation.temprature", "eval.k_value=2", "env.math.num_workers=2"]) == 0
+    assert refused[1].startswith("env.math.num_workers=0 (eval.yaml:9): out of range") and refused[2].startswith(
+        "eval.k_value=4: "
+    )
+    assert (
+        evaluate.main(["eval.yaml", check.OPTION, "~generation.temprature", "eval.k_value=2", "env.math.num_workers=2"])
+        == 0
+    )
     assert "Refused: 0\n" in capsys.readouterr().out
 
 
@@ -250,9 +286,14 @@ def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.Capt
 
 
 def test_the_report_says_what_became_of_each_key(said):
-    code, output = said(str(NEMO_RL / "grpo_math_8B.yaml"), "data.train_jsonl_fpath=rows.jsonl", "swanlab_enabled=false")
+    code, output = said(
+        str(NEMO_RL / "grpo_math_8B.yaml"), "data.train_jsonl_fpath=rows.jsonl", "swanlab_enabled=false"
+    )
     assert "data.train_jsonl_fpath=rows.jsonl (command line) -> data.train.data_path" in output
-    assert "policy.dtensor_cfg.tensor_parallel_size=1 (grpo_math_1B.yaml:147) -> policy.megatron_cfg.tensor_model_parallel_size=1" in output
+    assert (
+        "policy.dtensor_cfg.tensor_parallel_size=1 (grpo_math_1B.yaml:147) -> "
+        "policy.megatron_cfg.tensor_model_parallel_size=1"
+    ) in output
     assert "policy.generation_batch_size=32 (grpo_math_8B.yaml:18): NeMo RL reads it nowhere" in output
 
 
@@ -273,14 +314,18 @@ def test_a_check_imports_nothing_heavy(entry: str, tmp_path: Path):
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     shell = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", script]
-    finished = subprocess.run(command, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=HANG_S, check=True)
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert finished.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_reader_that_has_enough_is_no_error(workplace: Path):
     command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", "--check"]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=workplace, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=workplace, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith(b"Config: ")
         process.stdout.close()
@@ -297,7 +342,8 @@ DTENSOR = ("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false
         # Another name, a switch that is off, a section that is not read, and a wish about speed.
         (("grpo.num_val_generations_per_prompt=1", "policy.draft.enabled=false", "data.num_workers=4"), []),
         (("env.should_log_nemo_gym_responses=true", "data.num_workers=4"), ["env.should_log_nemo_gym_responses=true"]),
-        # PyTorch's AdamW decays every parameter by the weight that it is given; Megatron gives vectors the multiple 0 of it.
+        # PyTorch's AdamW decays every parameter by the weight that it is given; Megatron gives vectors the multiple 0
+        # of it.
         (
             (*DTENSOR, "policy.optimizer.name=torch.optim.AdamW", "policy.optimizer.kwargs.weight_decay=0.1"),
             ["policy.dtensor_cfg.enabled=true", "policy.optimizer.kwargs.weight_decay=0.1"],

@@ -11,7 +11,9 @@ from mrl import check
 from tests.sources import ROOT
 from tests.unit.conftest import LLAMA_8B
 
-ROWS = re.findall(r"^\| `([\w.]+=\S+?)`.*? \| (\w[\w ]*): `(.+)` \|$", (ROOT / "docs/check.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `([\w.]+=\S+?)`.*? \| (\w[\w ]*): `(.+)` \|$", (ROOT / "docs/check.md").read_text(), re.MULTILINE
+)
 
 
 def test_the_table_has_ten_mistakes():
@@ -29,7 +31,15 @@ def test_a_common_mistake_gets_the_line_that_the_page_quotes(workplace: Path, ov
         (workplace / "mine.yaml").write_text("defaults: grpo_math_8B.yaml\npolicy: {model_name: 8b}\n")
         words[0] = "mine.yaml"
     checked = check.examine(words[0], words[1:])
-    found = {"Refused": checked.refused, "Warning": checked.doubts, "To be provided": [*checked.provided, *checked.unchecked]}
-    lines = [line for line in map(str, found[kind]) if "checkpointing.checkpoint_dir" not in line and "policy.tokenizer" not in line]
+    found = {
+        "Refused": checked.refused,
+        "Warning": checked.doubts,
+        "To be provided": [*checked.provided, *checked.unchecked],
+    }
+    lines = [
+        line
+        for line in map(str, found[kind])
+        if "checkpointing.checkpoint_dir" not in line and "policy.tokenizer" not in line
+    ]
     assert len(lines) == 1 and re.match(".*".join(map(re.escape, quoted.split("…"))), lines[0]), lines
     assert all(not found[other] for other in found.keys() - {kind, "To be provided"}), found

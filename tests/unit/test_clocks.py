@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """No test verdict depends on how fast the host is: none compares with a clock, and no limit is shorter than a hang.
 
-`tests/waiting.py` has what to use instead. Tests of long parts may measure, and the runner does; tests of GPUs run elsewhere.
+`tests/waiting.py` has what to use instead. Tests of long parts may measure, and the runner does; tests of GPUs run
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,15 +19,29 @@ from tests.sources import ROOT, tree_of
 NOT_READ = ("tests/long/", "tests/gpu/", "tests/runner/", "tests/waiting.py", "tests/unit/test_clocks.py")
 AHEAD, RANKS = "tests/stack/ahead/test_ahead.py", "tests/stack/refit/test_refit_processes.py"
 EXCEPTIONS: Mapping[str, str] = {
-    f"{AHEAD}::test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost": "the deadline expires: the environment hangs",
-    f"{RANKS}::test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave": "the deadline expires: a rank is stopped",
-    "tests/faults/test_hangs.py::test_a_frozen_run_folder_is_named_and_the_run_goes_on_after_the_thaw": "it expires: the disk is frozen",
-    "tests/stack/cluster/test_reward_actors.py::<module>": "a lower bound: the batch takes longer, and no rollout has this deadline",
-    "tests/unit/plan/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": "computed seconds, not waited for",
-    "tests/unit/plan/test_deadlines.py::test_a_folder_without_weights_is_judged_by_its_config": "computed seconds, not waited for",
+    f"{AHEAD}::test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost": (
+        "the deadline expires: the environment hangs"
+    ),
+    f"{RANKS}::test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave": (
+        "the deadline expires: a rank is stopped"
+    ),
+    "tests/faults/test_hangs.py::test_a_frozen_run_folder_is_named_and_the_run_goes_on_after_the_thaw": (
+        "it expires: the disk is frozen"
+    ),
+    "tests/stack/cluster/test_reward_actors.py::<module>": (
+        "a lower bound: the batch takes longer, and no rollout has this deadline"
+    ),
+    "tests/unit/plan/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": (
+        "computed seconds, not waited for"
+    ),
+    "tests/unit/plan/test_deadlines.py::test_a_folder_without_weights_is_judged_by_its_config": (
+        "computed seconds, not waited for"
+    ),
     "tests/unit/plan/test_deadlines.py::test_what_the_config_says_wins": "computed seconds, not waited for",
 }
-"""File::function -> why it may: its deadline is what is tested, and expires; or a lower bound, which a slower host only exceeds."""
+"""File::function -> why it may: its deadline is what is tested, and expires; or a lower bound, which a slower host only
+exceeds.
+"""
 
 CLOCKS = {"monotonic", "time", "perf_counter", "process_time", "thread_time"}
 # Calls that hand on what they are given; what other calls return of a time is no time.
@@ -47,7 +62,9 @@ def faults(source: str) -> dict[str, list[str]]:
         clocked = _names_of_times(nodes)
         for node in nodes:
             if (isinstance(node, ast.Compare) and _is_hasty(node, clocked)) or _is_short_limit(node):
-                found.setdefault(name, []).append(f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0]:.140}")
+                found.setdefault(name, []).append(
+                    f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0]:.140}"
+                )
     return found
 
 
@@ -71,7 +88,9 @@ def _names_of_times(nodes: list[ast.AST]) -> set[str]:
     names: set[str] = set()
     assigned = [(node.targets, node.value) for node in nodes if isinstance(node, ast.Assign)]
     assigned += [
-        ([node.target], node.value) for node in nodes if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None
+        ([node.target], node.value)
+        for node in nodes
+        if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None
     ]
     for _ in range(3):  # names of names of names
         for targets, value in assigned:
@@ -84,12 +103,16 @@ def _is_time(node: ast.AST, names: set[str]) -> bool:
     if isinstance(node, ast.Call):
         called = ast.unparse(node.func)
         module, _, last = called.rpartition(".")
-        is_clock = last.removesuffix("_ns") in CLOCKS and (module in ("time", "loop") or (not module and last != "time"))
+        is_clock = last.removesuffix("_ns") in CLOCKS and (
+            module in ("time", "loop") or (not module and last != "time")
+        )
         is_clock |= called.endswith(("datetime.now", "get_running_loop().time"))
         return is_clock or (called in PASSING and any(_is_time(argument, names) for argument in node.args))
     if isinstance(node, ast.Name):
         return node.id in names
-    return not isinstance(node, ast.Attribute | ast.Lambda) and any(_is_time(child, names) for child in ast.iter_child_nodes(node))
+    return not isinstance(node, ast.Attribute | ast.Lambda) and any(
+        _is_time(child, names) for child in ast.iter_child_nodes(node)
+    )
 
 
 def _is_hasty(node: ast.Compare, clocked: set[str]) -> bool:
@@ -98,7 +121,11 @@ def _is_hasty(node: ast.Compare, clocked: set[str]) -> bool:
         return True
     for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
         less, more = (left, right) if isinstance(operator, ast.Lt | ast.LtE) else (right, left)
-        if isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and _is_number(more) and DURATION.search(_last_name(less)):
+        if (
+            isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+            and _is_number(more)
+            and DURATION.search(_last_name(less))
+        ):
             return True
     return False
 
@@ -112,9 +139,13 @@ def _last_name(node: ast.AST) -> str:
 
 def _is_short_limit(node: ast.AST) -> bool:
     match node:
-        case ast.Call(func=ast.Attribute(value=value, attr="timeout"), args=[limit]) if ast.unparse(value) == "pytest.mark":
+        case ast.Call(func=ast.Attribute(value=value, attr="timeout"), args=[limit]) if (
+            ast.unparse(value) == "pytest.mark"
+        ):
             return _is_number(limit, SHORTEST_MARK_S)
-        case ast.Call(func=ast.Attribute(attr=method), args=[limit]) if method in WAITS and _is_number(limit, SHORTEST_S):
+        case ast.Call(func=ast.Attribute(attr=method), args=[limit]) if method in WAITS and _is_number(
+            limit, SHORTEST_S
+        ):
             return True
         case ast.Call(keywords=keywords):
             return any(keyword.arg in LIMITS and _is_number(keyword.value, SHORTEST_S) for keyword in keywords)

@@ -12,8 +12,26 @@ from tests.sources import ROOT, tree_of
 
 LOADERS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "marshal.loads", "shelve.open"),
-    *("torch.load", "numpy.load", "np.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "joblib.load"),
-    *("eval", "exec", "compile", "__import__", "importlib.import_module", "import_module", "runpy.run_path", "runpy.run_module"),
+    *(
+        "torch.load",
+        "numpy.load",
+        "np.load",
+        "yaml.load",
+        "yaml.load_all",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "joblib.load",
+    ),
+    *(
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "importlib.import_module",
+        "import_module",
+        "runpy.run_path",
+        "runpy.run_module",
+    ),
     "pkgutil.resolve_name",
     *(
         "dist_checkpointing.load",
@@ -34,7 +52,10 @@ LOADERS = {
 
 REASONS = {
     ("conversion/files/checkpoint_metadata.py", "pickle.Unpickler"): "the restricted reader itself",
-    ("conversion/files/torch_dist.py", "torch.load"): "weights_only=True, of a chunk whose pickle the restricted reader refused",
+    (
+        "conversion/files/torch_dist.py",
+        "torch.load",
+    ): "weights_only=True, of a chunk whose pickle the restricted reader refused",
     ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
     ("mrl/policy/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
     ("mrl/policy/megatron_import.py", "importlib.import_module"): "names that stand in the same file",
@@ -46,14 +67,23 @@ REASONS = {
     ("mrl/config/own.py", "pkgutil.resolve_name"): "the user's functions and classes, which are trusted code",
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
     ("mrl/envs/sandbox.py", "runpy.run_path"): "the program under reward, in a child of its own",
-    ("mrl/cluster/payload.py", "pickle.loads"): "what another actor of the run has packed; Ray's own answers are pickles, too",
-    ("mrl/data/reading.py", "pickle.loads"): "rows that this process wrote into its own temporary file, which has no name",
+    (
+        "mrl/cluster/payload.py",
+        "pickle.loads",
+    ): "what another actor of the run has packed; Ray's own answers are pickles, too",
+    (
+        "mrl/data/reading.py",
+        "pickle.loads",
+    ): "rows that this process wrote into its own temporary file, which has no name",
     ("mrl/data/trial.py", "pickle.load"): "what a child of this process wrote into a temporary file, which has no name",
     ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/view/run_data.py", "yaml.load"): "by a safe loader, after check_yaml",
     ("mrl/rollout/gym.py", "yaml.load"): "what Gym's head server says, by a safe loader",
-    ("conversion/peft_check.py", "AutoConfig.from_pretrained"): "a config.json without auto_map, written by the same function",
+    (
+        "conversion/peft_check.py",
+        "AutoConfig.from_pretrained",
+    ): "a config.json without auto_map, written by the same function",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 
@@ -63,7 +93,9 @@ def uses(source: str) -> set[str]:
     tree = list(ast.walk(tree_of(source)))
     called = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
     named = {ast.unparse(node) for node in tree if isinstance(node, ast.Attribute)}
-    imported = {f"{node.module}.{alias.name}" for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imported = {
+        f"{node.module}.{alias.name}" for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     return LOADERS & (called | named | imported)
 
 
@@ -72,15 +104,23 @@ def product_files() -> list[Path]:
 
 
 def test_every_use_is_listed_with_its_reason():
-    found = {(path.relative_to(ROOT).as_posix(), name) for path in product_files() for name in uses(path.read_text(encoding="utf-8"))}
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in product_files()
+        for name in uses(path.read_text(encoding="utf-8"))
+    }
     assert found == REASONS.keys()
 
 
 @pytest.mark.parametrize("path", ["conversion/files/torch_dist.py", "mrl/policy/checkpoint.py"])
 def test_torch_reads_weights_only(path: str):
-    calls = [node for node in ast.walk(tree_of((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [
+        node for node in ast.walk(tree_of((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    ]
     loads = [
-        {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls if ast.unparse(call.func) == "torch.load"
+        {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        for call in calls
+        if ast.unparse(call.func) == "torch.load"
     ]
     assert loads and all(keywords.get("weights_only") == "True" for keywords in loads)
 

@@ -31,7 +31,9 @@ def test_a_command_is_its_module(words: list[str], code: int, tmp_path: Path):
     assert outcome[0] == code
 
 
-@pytest.mark.parametrize(("words", "code"), [(["grpo.max_num_steps=3"], 0), (["grpo.max_num_step=3"], 2)], ids=["good", "wrong"])
+@pytest.mark.parametrize(
+    ("words", "code"), [(["grpo.max_num_steps=3"], 0), (["grpo.max_num_step=3"], 2)], ids=["good", "wrong"]
+)
 def test_check_is_its_module_and_train_with_its_option(words: list[str], code: int, tmp_path: Path):
     outcome = run("mrl", "check", "grpo_tiny.yaml", *words, folder=tmp_path)
     module = ("mrl.train", "--check") if code else ("mrl.check",)
@@ -44,12 +46,16 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         main(["--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(f"{command} " in printed and len(summary(command)) > 10 and summary(command) in printed for command in COMMANDS)
+    assert all(
+        f"{command} " in printed and len(summary(command)) > 10 and summary(command) in printed for command in COMMANDS
+    )
 
 
 def test_help_imports_no_command(tmp_path: Path):
     code = "import sys; from mrl.__main__ import COMMANDS, summary; [summary(name) for name in COMMANDS]; "
-    code += "print([name for name in sys.modules if name.split('.')[0] in ('mrl', 'conversion', 'yaml', 'torch', 'ray')])"
+    code += (
+        "print([name for name in sys.modules if name.split('.')[0] in ('mrl', 'conversion', 'yaml', 'torch', 'ray')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.strip() == "['mrl', 'mrl.__main__']", done.stderr
 
@@ -61,7 +67,9 @@ def test_it_says_its_version(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_get_a_sentence(platform: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_other_systems_get_a_sentence(
+    platform: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(SystemExit) as ended:
         main(["train", "grpo_tiny.yaml"])

@@ -15,7 +15,11 @@ DIALECT = (DOCS / "dialect.md").read_text()
 
 def test_every_key_of_the_schema_is_on_the_page():
     shared = dict(re.findall(r"^\| `([\w.]+)` \| keys of `([\w.]+)`", REFERENCE, re.MULTILINE))
-    listed = {key for keys in re.findall(r"^\| (`.*?`) \| ", REFERENCE, re.MULTILINE) for key in re.findall(r"`([\w.]+)`", keys)}
+    listed = {
+        key
+        for keys in re.findall(r"^\| (`.*?`) \| ", REFERENCE, re.MULTILINE)
+        for key in re.findall(r"`([\w.]+)`", keys)
+    }
     below = {of: {name.removeprefix(f"{of}.") for name in KEYS if name.startswith(f"{of}.")} for of in shared.values()}
     found = listed | {f"{key}.{name}" for key, of in shared.items() for name in below[of]}
     assert KEYS.keys() <= found

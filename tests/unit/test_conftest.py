@@ -18,4 +18,6 @@ def test_only_listed_skips_are_expected():
 
 
 def test_comments_expect_nothing():
-    assert unexpected_skips(["tests/unit/test_a.py::test_one"], "# only a comment\n") == ["tests/unit/test_a.py::test_one"]
+    assert unexpected_skips(["tests/unit/test_a.py::test_one"], "# only a comment\n") == [
+        "tests/unit/test_a.py::test_one"
+    ]

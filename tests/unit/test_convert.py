@@ -38,7 +38,8 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     shapes = family(TINY).canonical(TINY)
     tensors = {
-        name: torch.randn(shape).to(torch.float32 if "correction_bias" in name else torch.bfloat16) for name, shape in shapes.items()
+        name: torch.randn(shape).to(torch.float32 if "correction_bias" in name else torch.bfloat16)
+        for name, shape in shapes.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
@@ -128,11 +129,17 @@ def refused(arguments: list[str], caplog: pytest.LogCaptureFixture) -> str:
 def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_folder: Path, tmp_path: Path, caplog):
     out, empty = str(tmp_path / "out"), tmp_path / "empty"
     empty.mkdir()
-    assert "is not a folder; name a step_N folder" in refused(["mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", out], caplog)
-    assert "no complete Megatron checkpoint there" in refused(["mcore-to-hf", "--mcore", str(empty), "--out", out], caplog)
+    assert "is not a folder; name a step_N folder" in refused(
+        ["mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", out], caplog
+    )
+    assert "no complete Megatron checkpoint there" in refused(
+        ["mcore-to-hf", "--mcore", str(empty), "--out", out], caplog
+    )
     assert "the checkpoint has no adapters" in refused(["adapters", "--mcore", str(mcore_folder), "--out", out], caplog)
     assert "has no config.json" in refused(["hf-to-mcore", "--hf", str(empty), "--out", out], caplog)
-    assert "exists; remove it or choose another" in refused(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(empty)], caplog)
+    assert "exists; remove it or choose another" in refused(
+        ["hf-to-mcore", "--hf", str(hf_folder), "--out", str(empty)], caplog
+    )
     sized = ["mcore-to-hf", "--mcore", str(mcore_folder), "--out", out, "--max-shard-size", "5"]
     assert "is not a positive number with one of the units MB, GB" in refused(sized, caplog)
     (empty / "config.json").write_text("{")
@@ -173,7 +180,12 @@ def test_layout_flags_cut_files_and_change_no_content(hf_folder: Path, mcore_fol
     assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(out), "--tp", "2", "--ep", "4"]) == 0
     assert len(list(out.glob("iter_0000000/*.distcp"))) == 4
     assert read_manifest(out).tensors == read_manifest(mcore_folder).tensors
-    assert main(["compare", str(out), str(mcore_folder)]) == main(["compare", str(hf_folder), str(out)]) == main(["verify", str(out)]) == 0
+    assert (
+        main(["compare", str(out), str(mcore_folder)])
+        == main(["compare", str(hf_folder), str(out)])
+        == main(["verify", str(out)])
+        == 0
+    )
 
 
 def test_uneven_stages_cut_files_and_change_no_content(
@@ -194,7 +206,9 @@ def test_uneven_stages_cut_files_and_change_no_content(
     ]
 
 
-def test_exit_codes_of_compare_and_verify(hf_folder: Path, mcore_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_exit_codes_of_compare_and_verify(
+    hf_folder: Path, mcore_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     wide = tmp_path / "wide"
     assert main(["hf-to-mcore", "--hf", str(hf_folder), "--out", str(wide), "--dtype", "fp32"]) == 0
     capsys.readouterr()
@@ -228,7 +242,9 @@ def test_one_dtype_on_the_way_back_is_in_config_json(mcore_folder: Path, hf_fold
     assert all(torch.equal(after[name], tensor.float()) for name, tensor in before.items())
 
 
-def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+def test_a_model_of_the_local_hub_cache_is_found_by_its_id(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -242,7 +258,10 @@ def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_
     # Nothing answers at this address.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = refused(["hf-to-mcore", "--hf", "some/other", "--out", str(tmp_path / "out")], caplog)
-    assert "some/other is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded" in message
+    assert (
+        "some/other is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded"
+        in message
+    )
     # As after a use of the tokenizer alone.
     (repository / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     refused(["hf-to-mcore", "--hf", "some/model", "--out", str(tmp_path / "out")], caplog)
@@ -261,7 +280,9 @@ def metadata(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return checkpoint / "iter_0000000" / ".metadata"
 
 
-def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(checkpoint: Path, metadata: Path, tmp_path: Path, caplog):
+def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(
+    checkpoint: Path, metadata: Path, tmp_path: Path, caplog
+):
     content = pickle.loads(metadata.read_bytes())
     content.planner_data = Evil()
     metadata.write_bytes(pickle.dumps(content))
@@ -279,7 +300,9 @@ def test_a_chunk_that_would_run_something_is_refused(checkpoint: Path, metadata:
     content.storage_data[index] = type(info)("evil", 0, len(stream.getvalue()))
     metadata.write_bytes(pickle.dumps(content))
     message = refused(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")], caplog)
-    assert "decoder.final_norm.weight cannot be read: evil at byte 0 is not a plain tensor, so it is not read" in message
+    assert (
+        "decoder.final_norm.weight cannot be read: evil at byte 0 is not a plain tensor, so it is not read" in message
+    )
     content.storage_data[index] = type(info)("../../secret", 0, 10)
     metadata.write_bytes(pickle.dumps(content))
     message = refused(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")], caplog)

@@ -63,7 +63,10 @@ def test_gc_removes_by_age_and_size_and_says_what(root: Path, model: Path, capsy
 
 @pytest.mark.parametrize(
     ("cache", "arguments", "message"),
-    [("off", ["list"], "MRL_CACHE=off"), ("", ["gc", "--max-size", "many"], "--max-size 'many' is not a positive number")],
+    [
+        ("off", ["list"], "MRL_CACHE=off"),
+        ("", ["gc", "--max-size", "many"], "--max-size 'many' is not a positive number"),
+    ],
 )
 def test_what_cannot_be_done_is_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: str, arguments: list[str], message: str

@@ -47,7 +47,9 @@ def test_an_exit_code_of_a_page_is_one_of_the_table():
     said = [
         (page.name, int(code))
         for page in (ROOT / "README.md", *PAGES)
-        for code in re.findall(r"\b(?:codes?:?|ends? (?:the run )?with|exit code is) (\d+)\b", page.read_text(), re.IGNORECASE)
+        for code in re.findall(
+            r"\b(?:codes?:?|ends? (?:the run )?with|exit code is) (\d+)\b", page.read_text(), re.IGNORECASE
+        )
     ]
     assert len(said) > 15 and [(name, code) for name, code in said if code not in CODES] == []
     assert {code for name, code in said if name in ("config.md", "environments.md")} == {FAILED, ENDED_EARLY}
@@ -93,10 +95,19 @@ def test_every_test_of_the_page_of_faults_exists_and_runs_where_it_says():
 
 
 def test_a_table_is_rendered_from_its_file(tmp_path: Path):
-    page = "# Speed\n\n<!-- data: speed -->\nold\n<!-- end of data -->\nafter\n\n<!-- data: absent -->\n<!-- end of data -->\n"
+    page = (
+        "# Speed\n\n<!-- data: speed -->\nold\n<!-- end of data -->\nafter\n\n<!-- data: absent -->\n<!-- end "
+        "of data -->\n"
+    )
     host = {"cpu": "A CPU", "num_cores": 2, "memory_gib": 24}
     rows = [{"seed": 0, "tokens_per_s": 12.34567}, {"seed": 1, "tokens_per_s": None, "note": "cold"}]
-    data = {"commit": "abc1234", "command": "scripts/test.sh --long speed", "host": host, "date": "2026-01-31", "rows": rows}
+    data = {
+        "commit": "abc1234",
+        "command": "scripts/test.sh --long speed",
+        "host": host,
+        "date": "2026-01-31",
+        "rows": rows,
+    }
     (tmp_path / "speed.json").write_text(json.dumps(data))
     rendered = render_page(page, tmp_path)
     assert rendered == (
@@ -144,7 +155,10 @@ def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
     (tmp_path / "speed.py").write_text('"""A new sentence."""\n1  # which changes nothing')
     assert stale_tables(data, tmp_path, paths) == {}
     (tmp_path / "speed.py").write_text("x = 2")
-    assert "1 files" in stale_tables(data, tmp_path, paths)["speed"] and "(speed.py)" in stale_tables(data, tmp_path, paths)["speed"]
+    assert (
+        "1 files" in stale_tables(data, tmp_path, paths)["speed"]
+        and "(speed.py)" in stale_tables(data, tmp_path, paths)["speed"]
+    )
     (data / "speed.json").write_text(json.dumps({"commit": "0123456789"}))
     assert "does not have" in stale_tables(data, tmp_path, paths)["speed"]
 
@@ -166,7 +180,10 @@ def commands_of(text: str) -> list[list[str]]:
     """Config and overrides of every training command in the fenced blocks of a page."""
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     lines = [
-        shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines() if "mrl.train " in line
+        shlex.split(line, comments=True)
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+        if "mrl.train " in line
     ]
     plain = [line[line.index("mrl.train") + 1 :] for line in lines if line[:2] == ["python", "-m"]]
     return [[config, *(word for word in words if "=" in word)] for config, *words in plain]
@@ -174,7 +191,12 @@ def commands_of(text: str) -> list[list[str]]:
 
 def test_the_commands_of_every_page_have_keys_that_exist():
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
-    commands = [tuple(words) for page in pages for words in commands_of(page.read_text()) if (ROOT / "configs" / words[0]).exists()]
+    commands = [
+        tuple(words)
+        for page in pages
+        for words in commands_of(page.read_text())
+        if (ROOT / "configs" / words[0]).exists()
+    ]
     assert len(commands) > 20
     wrong = {words: problems for words in sorted(set(commands)) if (problems := read_run(words[0], words[1:])[2])}
     assert wrong == {}
@@ -204,7 +226,9 @@ def test_code_is_fenced_under_its_language_and_prose_wraps():
         for line in re.sub(r"<!-- (data|config).*?<!-- end of", "", page.read_text(), flags=re.DOTALL).splitlines():
             is_fence = line.lstrip().startswith("```")
             is_code ^= is_fence
-            is_long = len(line) > (140 if page.is_relative_to(DOCS) else 120) and not line.startswith(("|", "#"))
-            if (is_code and line.strip() == "```") or (not is_code and not is_fence and (line.startswith("    ") or is_long)):
+            is_long = len(line) > 120 and not line.startswith(("|", "#"))
+            if (is_code and line.strip() == "```") or (
+                not is_code and not is_fence and (line.startswith("    ") or is_long)
+            ):
                 wrong.append((page.name, line))
     assert wrong == []

@@ -45,7 +45,9 @@ def test_every_variable_has_a_manual_and_one_entry():
         ("/scratch/hf", "off", None),
     ],
 )
-def test_where_converted_models_lie(monkeypatch: pytest.MonkeyPatch, hf_home: str, mrl_cache: str, expected: str | None):
+def test_where_converted_models_lie(
+    monkeypatch: pytest.MonkeyPatch, hf_home: str, mrl_cache: str, expected: str | None
+):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("HF_HOME", hf_home)
     monkeypatch.setenv("MRL_CACHE", mrl_cache)
@@ -69,7 +71,9 @@ def test_usage_statistics_are_off_unless_the_shell_says_otherwise(chosen: str | 
     bare = {name: value for name, value in os.environ.items() if name not in mrl.NO_USAGE_STATISTICS}
     given = {} if chosen is None else dict.fromkeys(mrl.NO_USAGE_STATISTICS, chosen)
     code = "import json, os, mrl; print(json.dumps({name: os.environ[name] for name in mrl.NO_USAGE_STATISTICS}))"
-    done = subprocess.run([sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, timeout=HANG_S
+    )
     assert json.loads(done.stdout) == (given or mrl.NO_USAGE_STATISTICS)
 
 

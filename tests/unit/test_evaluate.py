@@ -28,16 +28,25 @@ def test_a_config_is_evaluated_with_its_model():
 def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_the_one_that_is_named(tmp_path: Path):
     first, last = checkpoint(tmp_path / "run", 9), checkpoint(tmp_path / "run", 10)
     newest = find_target(str(tmp_path / "run"), None)
-    assert (newest.checkpoint, newest.config, newest.name) == (last, str(tmp_path / "run" / "config.yaml"), "run-step_10")
+    assert (newest.checkpoint, newest.config, newest.name) == (
+        last,
+        str(tmp_path / "run" / "config.yaml"),
+        "run-step_10",
+    )
     assert find_target(str(first), "other.yaml").checkpoint == first
     assert find_target(str(first), "other.yaml").config == "other.yaml"
 
 
 def test_no_trainer_has_to_fit_for_an_evaluation():
     overrides = [f"policy.megatron_cfg.{name}_model_parallel_size=3" for name in ("tensor", "pipeline", "expert")]
-    assert len(find_problems(load_run("grpo_tiny.yaml", overrides)[0])) > len(find_problems(load_run("grpo_tiny.yaml")[0]))
+    assert len(find_problems(load_run("grpo_tiny.yaml", overrides)[0])) > len(
+        find_problems(load_run("grpo_tiny.yaml")[0])
+    )
     config, _ = load_run("grpo_tiny.yaml", overrides, to_evaluate=True)
-    assert find_problems(config) == find_problems(load_run("grpo_tiny.yaml", to_evaluate=True)[0]) and not config.checkpointing.enabled
+    assert (
+        find_problems(config) == find_problems(load_run("grpo_tiny.yaml", to_evaluate=True)[0])
+        and not config.checkpointing.enabled
+    )
 
 
 def test_a_model_needs_a_config(tmp_path: Path):

@@ -17,26 +17,34 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_short(page: Path):
-    assert len(page.read_text().splitlines()) <= 60
+    assert len(page.read_text().splitlines()) <= 70
 
 
 def test_every_example_stands_on_a_page_as_it_is():
-    shown = dict(re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", "\n".join(page.read_text() for page in PAGES), re.DOTALL))
+    shown = dict(
+        re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", "\n".join(page.read_text() for page in PAGES), re.DOTALL)
+    )
     files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".toml") and "own_" in path.as_posix()]
     # The licence of a file is not what its page is about. `# ...` stands for lines that a page leaves to the file.
-    whole = {path.relative_to(EXAMPLES).as_posix(): re.sub(r"\A(# SPDX.*\n)+\n*", "", path.read_text()) for path in files}
+    whole = {
+        path.relative_to(EXAMPLES).as_posix(): re.sub(r"\A(# SPDX.*\n)+\n*", "", path.read_text()) for path in files
+    }
     assert shown.keys() == whole.keys()
     for name, text in shown.items():
-        assert all(part in whole[name] for part in text.split("# ...\n")) and (text == whole[name] or "# ...\n" in text), name
+        assert all(part in whole[name] for part in text.split("# ...\n")) and (
+            text == whole[name] or "# ...\n" in text
+        ), name
 
 
 def test_every_other_example_stands_on_a_page():
     text = "".join((ROOT / "docs" / name).read_text() for name in ("environments.md", "examples.md"))
-    assert [path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_") and path.stem not in text] == []
+    assert [
+        path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_") and path.stem not in text
+    ] == []
 
 
 def test_the_loop_of_ones_own_fits_a_notebook():
-    assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 60
+    assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 70
 
 
 def messages() -> list[tuple[str, str, str]]:
@@ -48,7 +56,9 @@ def messages() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("key", "path", "message"), messages(), ids=lambda part: part[:40])
-def test_a_page_shows_what_a_check_says(workplace: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str, message: str):
+def test_a_page_shows_what_a_check_says(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str, message: str
+):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     (problem,) = problems_of(f"++{key}={[path] if key == 'logger.own' else path}")
     assert problem.startswith(f"{key}={path}: {message}")

@@ -22,7 +22,8 @@ LONG = pytest.mark.long("parity")
 ABSENT = """import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("isal", "omegaconf", "pydantic", "ray", "vllm", "transformers", "psutil", "aiohttp", "yaml"):
+        absent = ("isal", "omegaconf", "pydantic", "ray", "vllm", "transformers", "psutil", "aiohttp", "yaml")
+        if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 """
@@ -62,7 +63,9 @@ def test_what_fails_or_misses_its_bound_is_recorded(tmp_path: Path):
     assert recorded(tmp_path, "broken")[0]["result"] == "failed: ValueError: no such kernel"
 
 
-def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_a_gpu_nothing_is_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--tier", "a", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -81,7 +84,12 @@ def test_a_bare_machine_can_run_it(tmp_path: Path, check: str):
     options = ["--device", "cpu", "--gigabytes", "0.001", "--only", check, "--out", str(tmp_path / "out")]
     bare = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.gpu", *options], env=bare, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, "-m", "scripts.gpu", *options],
+        env=bare,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert recorded(tmp_path / "out", check)[0]["result"] == "passed"

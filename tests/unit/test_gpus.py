@@ -61,11 +61,15 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def smi(num_gpus: int, *, mig: int = 0) -> str:
     lines = [f"echo 'GPU {index}: NVIDIA H100 80GB HBM3 (UUID: GPU-{index})'" for index in range(num_gpus)]
-    return SMI.format("\n".join([*lines, *[f"echo '  MIG 1g.10gb  Device {index}: (UUID: MIG-{index})'" for index in range(mig)]]))
+    return SMI.format(
+        "\n".join([*lines, *[f"echo '  MIG 1g.10gb  Device {index}: (UUID: MIG-{index})'" for index in range(mig)]])
+    )
 
 
 def test_no_other_file_of_the_product_asks_for_gpus():
-    asking = {str(path.relative_to(ROOT)) for path in python_files(("mrl", "conversion")) if ASKED.search(path.read_text())}
+    asking = {
+        str(path.relative_to(ROOT)) for path in python_files(("mrl", "conversion")) if ASKED.search(path.read_text())
+    }
     assert asking == set(MAY_ASK)
 
 
@@ -88,7 +92,9 @@ def test_no_other_file_of_the_product_asks_for_gpus():
         (smi(1), "0,1", 1),
     ],
 )
-def test_auto_is_the_gpus_that_a_run_may_use(script: str | None, visible: str | None, expected: int, host, monkeypatch: pytest.MonkeyPatch):
+def test_auto_is_the_gpus_that_a_run_may_use(
+    script: str | None, visible: str | None, expected: int, host, monkeypatch: pytest.MonkeyPatch
+):
     host(script)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -118,7 +124,11 @@ def test_the_tiny_configs_fit_hosts_with_and_without_gpus(name: str, num_gpus: i
     config = load_config(f"{name}.yaml")
     # Where a model is not here, rules that need its sizes are not applied; those of slots and batches need none.
     assert [problem for problem in find_problems(config) if problem.kind == "refused"] == []
-    assert config.policy.precision == config.policy.generation.vllm_cfg.precision == ("bfloat16" if num_gpus else "float32")
+    assert (
+        config.policy.precision
+        == config.policy.generation.vllm_cfg.precision
+        == ("bfloat16" if num_gpus else "float32")
+    )
     assert config.num_policy_ranks == (num_gpus or config.cluster.cpu_units_per_node)
     assert config.policy.megatron_cfg.tensor_model_parallel_size == (1 if num_gpus == 1 else 2)
     assert config.policy.generation.colocated.enabled
@@ -200,7 +210,11 @@ def test_kernels_are_used_on_gpus_wherever_they_are_installed(host, monkeypatch:
 
 
 def test_missing_kernels_are_those_that_the_model_needs():
-    assert [found.package for found in kernels.missing_kernels("ME*-")] == ["transformer-engine-torch", "mamba-ssm", "causal-conv1d"]
+    assert [found.package for found in kernels.missing_kernels("ME*-")] == [
+        "transformer-engine-torch",
+        "mamba-ssm",
+        "causal-conv1d",
+    ]
     assert [found.package for found in kernels.missing_kernels(("*E", "*-"))] == ["transformer-engine-torch"]
     said = kernels.describe_missing(kernels.missing_kernels("*-"))
     assert said.startswith("transformer-engine-torch is not installed: ") and "install_gpu.sh kernels" in said
@@ -210,6 +224,8 @@ def test_missing_kernels_are_those_that_the_model_needs():
 def test_one_gpu_gets_the_layout_of_the_run_that_gpu_status_shows(host):
     host(smi(1))
     (command,) = re.findall(
-        r"^python -m mrl\.train grpo_tiny\.yaml ((?:.*\\\n)?.*)$", (ROOT / "docs/gpu_status.md").read_text(), re.MULTILINE
+        r"^python -m mrl\.train grpo_tiny\.yaml ((?:.*\\\n)?.*)$",
+        (ROOT / "docs/gpu_status.md").read_text(),
+        re.MULTILINE,
     )
     assert load_config("grpo_tiny.yaml") == load_config("grpo_tiny.yaml", command.replace("\\\n", " ").split())

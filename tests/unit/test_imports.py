@@ -59,7 +59,10 @@ HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
 BYTE_MODULES = {
     *(f"conversion.{name}" for name in "convert lora_export peft_check tensors".split()),
-    *(f"conversion.files.{name}" for name in "checkpoint_metadata crc32 safetensors torch_dist torch_dist_writer".split()),
+    *(
+        f"conversion.files.{name}"
+        for name in "checkpoint_metadata crc32 safetensors torch_dist torch_dist_writer".split()
+    ),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.
 BARE_LIBRARIES = {"isal", "megatron", "numpy", "safetensors", "torch", "triton"}
@@ -89,8 +92,14 @@ def imported_names(source: str, module: str, *, at_module_level: bool = False) -
                 continue
             if OURS.fullmatch(node.value) or HEAVY.fullmatch(node.value):
                 yield node.value.replace(":", ".")
-        elif isinstance(node, ast.Call) and not at_module_level and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+        elif (
+            isinstance(node, ast.Call)
+            and not at_module_level
+            and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        ):
+            yield from (
+                arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
 
 
 def _nodes(tree: ast.AST, *, skip_functions: bool) -> Iterator[ast.AST]:
@@ -120,7 +129,12 @@ def violations(source: str, module: str) -> list[str]:
         if root in ("mrl", "conversion") and part_of(name) not in (part, "mrl") and layer != ENTRY_LAYER:
             if LAYERS.get(part_of(name), ENTRY_LAYER) >= layer and (part, part_of(name)) not in ALLOWED_BESIDE:
                 found.append(f"{module} imports {name}; imports point down the layers")
-        if part == "conversion" and module not in BYTE_MODULES and root != "conversion" and root not in sys.stdlib_module_names:
+        if (
+            part == "conversion"
+            and module not in BYTE_MODULES
+            and root != "conversion"
+            and root not in sys.stdlib_module_names
+        ):
             found.append(f"{module} imports {name}; only {sorted(BYTE_MODULES)} may leave the standard library")
     return found
 
@@ -174,7 +188,9 @@ def test_no_import_runs_in_a_circle():
         froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         # A name of a package is a module of it, or the package's own.
         graph[module] = {
-            whole if (whole := f"{node.module}.{alias.name}") in trees else str(node.module) for node in froms for alias in node.names
+            whole if (whole := f"{node.module}.{alias.name}") in trees else str(node.module)
+            for node in froms
+            for alias in node.names
         }
     assert len(graph["mrl.cluster.session"]) > 10
     graphlib.TopologicalSorter(graph).prepare()
@@ -203,7 +219,10 @@ def test_planning_imports_no_heavy_library():
     parts = [part for part, layer in LAYERS.items() if layer == 0]
     modules = [module_name(path) for path in python_files(("mrl", "conversion"))]
     light = [name for name in modules if part_of(name) in parts and name not in BYTE_MODULES]
-    code = f"import sys, importlib\nfor name in {light}: importlib.import_module(name)\nprint(*({HEAVY_LIBRARIES} & sys.modules.keys()))"
+    code = (
+        f"import sys, importlib\nfor name in {light}: importlib.import_module(name)\nprint(*({HEAVY_LIBRARIES} "
+        "& sys.modules.keys()))"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (result.returncode, result.stdout.strip(), result.stderr) == (0, "", "")
 

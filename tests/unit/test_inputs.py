@@ -73,49 +73,63 @@ MISTAKES = {
     "wrong field names": Mistake(
         [],
         "Refused",
-        f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct or remove them, or set "
-        f"data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has 'ask', 'reply'); "
-        "data.train.input_key names another",
+        f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct or remove them, "
+        f"or set data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has "
+        "'ask', 'reply'); data.train.input_key names another",
         lambda: write_rows(TRAIN, {"ask": "1+1=", "reply": "2"}, 1200),
     ),
-    "no chat template": Mistake([], "Refused", f"policy.tokenizer.name={MODEL} has no chat template; use an", without_template),
+    "no chat template": Mistake(
+        [], "Refused", f"policy.tokenizer.name={MODEL} has no chat template; use an", without_template
+    ),
     "three missing files": Mistake(
         ["data.train.data_path=a.jsonl", "data.validation.data_path=b.jsonl", "policy.tokenizer.name=./c"],
         "To be provided",
         "policy.tokenizer.name=./c: no such folder in ",
     ),
     "a path that does not exist": Mistake(
-        ["policy.model_name=./models/qwen"], "Not checked", "policy.model_name=./models/qwen: no readable config.json in this folder"
+        ["policy.model_name=./models/qwen"],
+        "Not checked",
+        "policy.model_name=./models/qwen: no readable config.json in this folder",
     ),
     "parallel sizes of another machine": Mistake(
         ["policy.megatron_cfg.tensor_model_parallel_size=8"],
         "Refused",
-        "policy.megatron_cfg.tensor_model_parallel_size=8: the 4 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=4) are no",
+        (
+            "policy.megatron_cfg.tensor_model_parallel_size=8: the 4 slots (cluster.num_nodes=1 x "
+            "cluster.cpu_units_per_node=4) are no"
+        ),
     ),
     "TRL's names": Mistake(
         ["learning_rate=1e-6"],
         "Refused",
         "learning_rate=1e-06 (command line): no such key; the nearest is policy.megatron_cfg.optimizer.lr",
     ),
-    "preferences for GRPO": Mistake([], "Refused", f"data.train.data_path={TRAIN} has 64 bad rows", lambda: shutil.copy(PAIRS, TRAIN)),
+    "preferences for GRPO": Mistake(
+        [], "Refused", f"data.train.data_path={TRAIN} has 64 bad rows", lambda: shutil.copy(PAIRS, TRAIN)
+    ),
     "questions for DPO": Mistake(
         [f"data.train.data_path={TRAIN}"],
         "Refused",
-        f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  {TRAIN}:1: no key chosen "
-        "(the row has 'agent_ref', 'answer', 'question'); it looks like a conversation with one reply, which algorithm=sft reads",
+        f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
+        f"{TRAIN}:1: no key chosen (the row has 'agent_ref', 'answer', 'question'); it looks like a conversation "
+        "with one reply, which algorithm=sft reads",
         config="dpo_tiny.yaml",
     ),
     "preferences for SFT": Mistake(
         [f"data.train.data_path={PAIRS}"],
         "Refused",
-        f"data.train.data_path={PAIRS} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  {PAIRS}:1: no message has "
-        "the role assistant, so there is nothing to learn; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read",
+        f"data.train.data_path={PAIRS} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
+        f"{PAIRS}:1: no message has the role assistant, so there is nothing to learn; it looks like a pair of "
+        "replies, which algorithm=dpo and algorithm=rm read",
         config="sft_tiny.yaml",
     ),
     "rows of NeMo Gym without agent": Mistake(
         ["data.default.env_name=nemo_gym", "env.should_use_nemo_gym=true"],
         "Refused",
-        f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  {TRAIN}:1: no agent_ref",
+        (
+            f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
+            f"{TRAIN}:1: no agent_ref"
+        ),
         lambda: write_rows(TRAIN, {"responses_create_params": {"input": "1+1="}, "expected_answer": "2"}),
     ),
     "tools for agents without a parser": Mistake(
@@ -126,11 +140,17 @@ MISTAKES = {
             "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools=false",
         ],
         "Refused",
-        f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with tools; leave policy.",
+        (
+            f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with "
+            "tools; leave policy."
+        ),
         lambda: write_rows(
             TRAIN,
             {
-                "responses_create_params": {"input": "hi", "tools": [{"type": "function", "name": "look", "parameters": {}}]},
+                "responses_create_params": {
+                    "input": "hi",
+                    "tools": [{"type": "function", "name": "look", "parameters": {}}],
+                },
                 "agent_ref": {"name": "weather_simple_agent"},
             },
         ),
@@ -138,7 +158,10 @@ MISTAKES = {
     "answers that no reply can match": Mistake(
         [],
         "Warnings",
-        f"data.train.data_path={TRAIN}: no reply can be right in 64 of 64 rows that were judged, and they teach nothing; correct or remove",
+        (
+            f"data.train.data_path={TRAIN}: no reply can be right in 64 of 64 rows that were judged, and they teach "
+            "nothing; correct or remove"
+        ),
         lambda: write_rows(TRAIN, {"question": "1+1=", "answer": "\\boxed{}"}),
     ),
     "rows that are too long for SFT": Mistake(
@@ -164,7 +187,9 @@ def test_a_newcomer_s_mistake_is_said_before_anything_starts(workplace: Path, mi
     assert any(line.startswith(mistake.said) for line in groups[mistake.group]), groups
 
 
-def test_the_launcher_says_the_same(workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]):
+def test_the_launcher_says_the_same(
+    workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
     """TP that does not fit the cluster, and rows of another kind, before a job is printed."""
     write_rows(TRAIN, {"ask": "1+1="})
     words = ["policy.megatron_cfg.tensor_model_parallel_size=8"]
@@ -206,7 +231,9 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Pa
     words = ["policy.model_name=other", "policy.tokenizer.name=other"]
     refused, _ = look(*words)
     assert refused == said_by_the_start(*words) and len(refused) == 2
-    assert refused[0].startswith("policy.model_name: the run resumes at step 5 with another model than before (model.safetensors differ)")
+    assert refused[0].startswith(
+        "policy.model_name: the run resumes at step 5 with another model than before (model.safetensors differ)"
+    )
     assert look(*words, "checkpointing.allow_changes=[model,tokenizer]")[0] == []
     write_rows(workplace / "rows.jsonl", {"question": "1+2=", "answer": "3"})
     refused, _ = look("data.train.data_path=rows.jsonl")
@@ -232,7 +259,10 @@ def test_damaged_checkpoints_are_said_and_left_alone(workplace: Path):
     )
     (run / "step_5/COMPLETE").unlink()
     refused = list(map(str, check.examine("grpo_tiny.yaml").refused))
-    assert any("none of its checkpoints is whole" in line and "step_10: training_info.json has 2 bytes" in line for line in refused)
+    assert any(
+        "none of its checkpoints is whole" in line and "step_10: training_info.json has 2 bytes" in line
+        for line in refused
+    )
     assert sorted(path for path in run.rglob("*")) == [path for path in before if path != run / "step_5/COMPLETE"]
 
 
@@ -251,13 +281,21 @@ def test_a_folder_in_use_is_said(workplace: Path):
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer.json", '{"version": "1.0"', "policy.tokenizer.name=prepared/tiny/model: tokenizer.json cannot be read as a list of"),
+        (
+            "tokenizer.json",
+            '{"version": "1.0"',
+            "policy.tokenizer.name=prepared/tiny/model: tokenizer.json cannot be read as a list of",
+        ),
         (
             "tokenizer.json",
             "version https://git-lfs",
             "policy.tokenizer.name=prepared/tiny/model: tokenizer.json cannot be read as a list of",
         ),
-        ("tokenizer_config.json", "[]", "policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there ('list' object"),
+        (
+            "tokenizer_config.json",
+            "[]",
+            "policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there ('list' object",
+        ),
         (
             "generation_config.json",
             '{"eos_token_id": 5,}',
@@ -278,7 +316,9 @@ def test_strict_reads_every_row(workplace: Path):
     TRAIN.write_text("\n".join(rows))
     loose = check.examine("grpo_tiny.yaml")
     assert not loose.refused
-    assert f"data.train: the other rows of {TRAIN}: only 64 were read, the first, the last and random ones" in loose.unseen
+    assert (
+        f"data.train: the other rows of {TRAIN}: only 64 were read, the first, the last and random ones" in loose.unseen
+    )
     (refused,) = map(str, check.examine("grpo_tiny.yaml", is_strict=True).refused)
     assert f"{TRAIN}:1235: no key expected_answer or answer" in refused
 
@@ -289,7 +329,10 @@ def test_strict_reads_every_row(workplace: Path):
         (gzip.compress(b"{}"), "it is packed by gzip: let its name end in .gz"),
         (b"PAR1....", "it is a Parquet file: let its name end in .parquet"),
         ('{"question": "1"}'.encode("utf-16"), "it is text in UTF-16: save it as UTF-8"),
-        (b"version https://git-lfs.github.com/spec/v1\nsize 3\n", "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\nsize 3\n",
+            "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`",
+        ),
         (b"\xef\xbb\xbf[\n {", "begins as a JSON array: let its name end in .json, or write one row a line"),
     ],
 )
@@ -305,7 +348,13 @@ def test_the_rows_that_are_looked_at_are_those_of_the_file(tmp_path: Path, form:
     rows = [{"question": f"{number}", "nested": {"a": [number, None]}} for number in range(1, 5001)]
     lines = [json.dumps(row) for row in rows]
     path = tmp_path / {"gz": "rows.jsonl.gz", "array": "rows.json", "crlf": "rows.jsonl"}.get(form, f"rows.{form}")
-    text = "\ufeff" + "\r\n".join(lines) if form == "crlf" else f"[{', '.join(lines)}]" if form == "array" else "\n\n".join(lines)
+    text = (
+        "\ufeff" + "\r\n".join(lines)
+        if form == "crlf"
+        else f"[{', '.join(lines)}]"
+        if form == "array"
+        else "\n\n".join(lines)
+    )
     if form == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=700)
     elif form == "arrow":
@@ -318,19 +367,32 @@ def test_the_rows_that_are_looked_at_are_those_of_the_file(tmp_path: Path, form:
     numbers = [json.loads(record.line)["question"] for record in found.records]
     per_row = 2 if form in ("jsonl", "gz") else 1  # with blank lines between
     assert [str((record.number - 1) // per_row + 1) for record in found.records] == numbers
-    assert numbers[:3] == ["1", "2", "3"] and numbers[-1] == "5000" and 48 <= len(numbers) == len(set(numbers)) and not found.is_whole
-    assert all(json.loads(record.line) == rows[int(number) - 1] for record, number in zip(found.records, numbers, strict=True))
+    assert (
+        numbers[:3] == ["1", "2", "3"]
+        and numbers[-1] == "5000"
+        and 48 <= len(numbers) == len(set(numbers))
+        and not found.is_whole
+    )
+    assert all(
+        json.loads(record.line) == rows[int(number) - 1] for record, number in zip(found.records, numbers, strict=True)
+    )
 
 
 def test_chosen_rows_of_a_table_are_those_that_training_reads(tmp_path: Path):
     """Types that Arrow stores in a way of its own: JSON as text, structures, lists of them, nulls."""
-    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array([json.dumps({"n": n, "x": None}) for n in range(99)]))
+    column = pyarrow.ExtensionArray.from_storage(
+        pyarrow.json_(), pyarrow.array([json.dumps({"n": n, "x": None}) for n in range(99)])
+    )
     lists = pyarrow.array([[{"role": "user", "content": None if n % 3 else str(n)}] * (n % 4) for n in range(99)])
-    table = pyarrow.table({"tools": column, "messages": lists, "score": pyarrow.array([n / 7 for n in range(99)], pyarrow.float32())})
+    table = pyarrow.table(
+        {"tools": column, "messages": lists, "score": pyarrow.array([n / 7 for n in range(99)], pyarrow.float32())}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=10)
     read = [row for row, _ in table_rows(tmp_path / "rows.parquet")]
     chosen = [0, 5, 9, 10, 37, 98]
-    assert list(chosen_rows(tmp_path / "rows.parquet", lambda count: chosen)) == [(index + 1, read[index]) for index in chosen]
+    assert list(chosen_rows(tmp_path / "rows.parquet", lambda count: chosen)) == [
+        (index + 1, read[index]) for index in chosen
+    ]
 
 
 def test_a_model_without_tokenizer_is_said(workplace: Path):
@@ -345,15 +407,24 @@ def test_rows_are_read_where_the_model_is_not(workplace: Path):
     write_rows(TRAIN, {"ask": "1+1="})
     checked = check.examine("grpo_tiny.yaml", ["policy.model_name=Org/Model"])
     assert any("no key question or problem" in str(line) for line in checked.refused)
-    assert "the chat template, and how many tokens rows have: the tokenizer Org/Model is not on this machine" in checked.unseen
+    assert (
+        "the chat template, and how many tokens rows have: the tokenizer Org/Model is not on this machine"
+        in checked.unseen
+    )
 
 
 def test_following_the_advice_about_columns_mends_both_sets(workplace: Path):
-    """Training and validation rows with columns of unlike names: each message names a key of its own set, until nothing is refused."""
+    """Training and validation rows with columns of unlike names: each message names a key of its own set, until nothing
+    is refused.
+    """
     write_rows(TRAIN, {"aufgabe": "1+1=", "loesung": "2"}, 600)
     write_rows(Path("validation.jsonl"), {"frage": "1+2=", "resultat": "3"})
     columns = {"data.train": ("aufgabe", "loesung"), "data.validation": ("frage", "resultat")}
-    words = [f"data.train.data_path={TRAIN}", "data.validation.data_path=validation.jsonl", "data.validation.dataset_name=GSM8K"]
+    words = [
+        f"data.train.data_path={TRAIN}",
+        "data.validation.data_path=validation.jsonl",
+        "data.validation.dataset_name=GSM8K",
+    ]
     advised = []
     while refused := check.examine("grpo_tiny.yaml", words).refused:
         for name, (question, answer) in columns.items():

@@ -34,7 +34,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         (configs / f"{name}.yaml").write_text(f"defaults: grpo_math_1B.yaml\n{text}")
     (configs / "eval.yaml").write_text(
-        "generation: {model_name: a/b}\ndata: {dataset_name: AIME2024}\neval: {k_value: 2}\ncluster: {gpus_per_node: 1}\n"
+        "generation: {model_name: a/b}\ndata: {dataset_name: AIME2024}\neval: {k_value: 2}\ncluster: "
+        "{gpus_per_node: 1}\n"
     )
     (configs / "quantiser.yaml").write_text("quantize: {algorithm: max}\n")
     return checkout
@@ -47,7 +48,10 @@ def outcomes(checkout: Path) -> list[Outcome]:
 
 def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
     rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(outcomes)}
-    accepted = {group: (int(row["accepted, model known"] or 0), int(row["accepted, model unknown"] or 0)) for group, row in rows.items()}
+    accepted = {
+        group: (int(row["accepted, model known"] or 0), int(row["accepted, model unknown"] or 0))
+        for group, row in rows.items()
+    }
     assert all(row["files"] == sum(accepted[group]) + int(row["refused"] or 0) for group, row in rows.items())
     counts = {group: (row["files"], sum(accepted[group]), row["refused for one reason"]) for group, row in rows.items()}
     assert counts == {
@@ -66,13 +70,18 @@ def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
 
 def test_files_that_need_a_gpu_are_counted_once():
     gpu = ["policy.quant_cfg: training with quantised weights is not built", "policy.fp8: training in FP8 " + NEEDS_GPU]
-    found = [Outcome("a", "grpo", "megatron", "m", refused) for refused in (gpu, [*gpu, "a.b: is required"], ["a.b: is required"], [])]
+    found = [
+        Outcome("a", "grpo", "megatron", "m", refused)
+        for refused in (gpu, [*gpu, "a.b: is required"], ["a.b: is required"], [])
+    ]
     assert count_row("grpo", "megatron", found)["refused, needing a GPU"] == 2
 
 
 def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):
     found = {Path(outcome.file).stem: outcome for outcome in outcomes}
-    assert found["cluster"].unchecked == ["cluster.num_nodes: without its value not checked: sockets, parallel layout, profiler, batches"]
+    assert found["cluster"].unchecked == [
+        "cluster.num_nodes: without its value not checked: sockets, parallel layout, profiler, batches"
+    ]
     assert found["grpo_math_1B"].unchecked == [] and found["grpo_math_1B"].is_accepted
     (unchecked,) = found["vlm"].unchecked
     assert unchecked.startswith("policy.model_name: not in the local Hugging Face cache")
@@ -80,9 +89,15 @@ def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):
 
 REASONS = {
     "grpo.sed: no such key": Problem("unknown-key", "grpo.sed", "1", "no such key", "the nearest is grpo.seed"),
-    "teacher: no such section, with N keys": Problem("unknown-section", "teacher", None, "no such section, with 41 keys"),
-    "a.b: does not divide the N slots of c.d=… nodes": Problem("x", "a.b", "8", "does not divide the 4 slots of c.d=2 nodes"),
-    "a.b: is required and has no default": Problem("required", "a.b", None, "a.b is required and has no default", "set it"),
+    "teacher: no such section, with N keys": Problem(
+        "unknown-section", "teacher", None, "no such section, with 41 keys"
+    ),
+    "a.b: does not divide the N slots of c.d=… nodes": Problem(
+        "x", "a.b", "8", "does not divide the 4 slots of c.d=2 nodes"
+    ),
+    "a.b: is required and has no default": Problem(
+        "required", "a.b", None, "a.b is required and has no default", "set it"
+    ),
 }
 
 
@@ -99,7 +114,9 @@ def test_a_traceback_is_a_failure(checkout: Path, monkeypatch: pytest.MonkeyPatc
     outcome = check_file(checkout, checkout / "examples/configs/dpo.yaml")
     assert outcome is not None and "ZeroDivisionError" in outcome.failure and not outcome.is_accepted
     monkeypatch.setattr(nemo_recipes, "check_files", lambda _: [outcome])
-    monkeypatch.setattr(sys, "argv", ["nemo_recipes", str(checkout), "--no-record", "--json", str(checkout / "found.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["nemo_recipes", str(checkout), "--no-record", "--json", str(checkout / "found.json")]
+    )
     assert nemo_recipes.main() == 1 and "ZeroDivisionError" in capsys.readouterr().out
     assert json.loads((checkout / "found.json").read_text())[0]["file"] == "examples/configs/dpo.yaml"
 

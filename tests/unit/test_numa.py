@@ -46,7 +46,9 @@ def test_a_device_is_on_the_node_that_sysfs_says(sysfs: Path):
     [("", [0, 1]), ("1,0", [1, 0]), ("GPU-b, GPU-a", [1, 0]), ("0", [None, None])],
     ids=["all", "turned", "uuid", "few"],
 )
-def test_gpus_are_counted_as_cuda_counts_them(sysfs: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[int | None]):
+def test_gpus_are_counted_as_cuda_counts_them(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[int | None]
+):
     """Stands in for NVML, which counts all GPUs of the host."""
     ids = {0: "00000000:3B:00.0", 1: "00000000:D8:00.0", "GPU-a": "00000000:3B:00.0", "GPU-b": "00000000:D8:00.0"}
     nvml = SimpleNamespace(
@@ -74,7 +76,8 @@ before = sorted(os.sched_getaffinity(thread.native_id))
 said.append(bind(nodes))
 both = sorted(os.sched_getaffinity(0))
 said.append(bind(nodes[:1]))
-print(json.dumps([mine, before, both, sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(thread.native_id)), said]))
+after = [sorted(os.sched_getaffinity(pid)) for pid in (0, thread.native_id)]
+print(json.dumps([mine, before, both, *after, said]))
 idle.set()
 """
 
@@ -86,7 +89,8 @@ def test_a_process_and_its_threads_stay_on_their_node():
     mine, before, both, bound, of_thread, said = json.loads(done.stdout)
     assert before == both == mine and bound == of_thread == mine[:1]
     assert [text.partition(":")[0] for text in said] == [
-        "not bound to a NUMA node", "not bound to a NUMA node", "not bound to NUMA node 9", "bound to NUMA node 0 and 1",
+        "not bound to a NUMA node", "not bound to a NUMA node", "not bound to NUMA node 9",
+        "bound to NUMA node 0 and 1",
         "bound to NUMA node 0",
     ]  # fmt: skip
 
@@ -104,7 +108,9 @@ print(said == "and its memory", failed, mode.value, mask.value)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() in (["True", "0", "1", "1"], ["False", "-1", "-1", "0"], ["False", "0", "0", "0"]), done.stdout
+    assert done.stdout.split() in (["True", "0", "1", "1"], ["False", "-1", "-1", "0"], ["False", "0", "0", "0"]), (
+        done.stdout
+    )
 
 
 def test_no_gpu_no_binding(monkeypatch: pytest.MonkeyPatch):

@@ -24,8 +24,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names that differ from the name of their distribution.
 DISTRIBUTIONS = {"hydra": "hydra-core", "megatron": "megatron-core", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
 DISTRIBUTIONS |= {"prometheus_client": "prometheus_client"}
-# Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it needs; pynvml is
-# what nvidia-ml-py installs.
+# Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it
+# needs; pynvml is what nvidia-ml-py installs.
 OPTIONAL = {"mamba_ssm", "transformer_engine", "triton", "pynvml"}
 
 
@@ -34,7 +34,9 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def pins(file_name: str) -> dict[str, str]:
-    listed = (line for line in (ROOT / file_name).read_text().splitlines() if not line.startswith("#") and applies(line))
+    listed = (
+        line for line in (ROOT / file_name).read_text().splitlines() if not line.startswith("#") and applies(line)
+    )
     return {name.lower(): version for name, version in (line.split(";")[0].strip().split("==") for line in listed)}
 
 
@@ -44,8 +46,15 @@ def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
     wheel, information = zipfile.ZipFile(next(tmp_path.glob("*.whl"))), f"mrl-{mrl.__version__}.dist-info"
     members = set(wheel.namelist())
     assert {"mrl/train.py", "conversion/boxes.py", "mrl/constraints-cpu.txt", "mrl/constraints-gpu.txt"} <= members
-    assert {"mrl/py.typed", "conversion/py.typed", f"{information}/licenses/LICENSE", f"{information}/licenses/NOTICE"} <= members
-    page = {f"mrl/view/{path.name}" for path in (ROOT / "mrl/view").iterdir() if path.suffix in (".js", ".css", ".LICENSE")}
+    assert {
+        "mrl/py.typed",
+        "conversion/py.typed",
+        f"{information}/licenses/LICENSE",
+        f"{information}/licenses/NOTICE",
+    } <= members
+    page = {
+        f"mrl/view/{path.name}" for path in (ROOT / "mrl/view").iterdir() if path.suffix in (".js", ".css", ".LICENSE")
+    }
     assert len(page) > 6 and page <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
     assert {f"mrl/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= members
@@ -71,7 +80,9 @@ def test_every_import_is_declared():
     declared = names([*PROJECT["dependencies"], *extras["loggers"], *extras["adapters"]]) | {"vllm"}
     missing = {}
     for path in python_files(("mrl", "conversion")):
-        for statement in (node for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
+        for statement in (
+            node for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ):
             for name in imported_names(ast.unparse(statement), "mrl"):
                 root = name.split(".")[0]
                 if root in sys.stdlib_module_names or root in OPTIONAL or root in ("mrl", "conversion"):
@@ -104,7 +115,10 @@ def test_every_pin_has_its_hashes(name: str):
 
 
 def test_apex_is_nowhere():
-    every = [*PROJECT["dependencies"], *(requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra)]
+    every = [
+        *PROJECT["dependencies"],
+        *(requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra),
+    ]
     assert "apex" not in names(every) | pins("constraints-cpu.txt").keys() | pins("constraints-gpu.txt").keys()
 
 

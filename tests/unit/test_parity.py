@@ -13,7 +13,9 @@ CLEAR, CLOSE = 1.0, 1e-6
 
 
 def test_a_difference_needs_a_choice_that_could_flip():
-    scores = Scores(np.zeros(4, np.float32), np.array([CLEAR, CLEAR, CLOSE, CLEAR]), np.array([CLEAR, CLEAR, CLOSE, CLOSE]))
+    scores = Scores(
+        np.zeros(4, np.float32), np.array([CLEAR, CLEAR, CLOSE, CLEAR]), np.array([CLEAR, CLEAR, CLOSE, CLOSE])
+    )
     parity = Parity()
     parity.add(np.array([0.0, 0.0, 0.1, 0.1], np.float32), scores)
     assert (parity.num_tokens, parity.num_excluded, parity.num_reached, parity.num_wrong) == (4, 1, 1, 0)

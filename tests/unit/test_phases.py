@@ -5,7 +5,18 @@ from mrl.phases import PHASES, TRANSITIONS, WORKERS, ModelName, Phase, Residency
 
 
 def test_a_run_walks_through_its_phases():
-    step: list[Phase] = ["teacher", "value", "logprob", "logprob", "train_value", "train", "refit", "generate", "checkpoint", "generate"]
+    step: list[Phase] = [
+        "teacher",
+        "value",
+        "logprob",
+        "logprob",
+        "train_value",
+        "train",
+        "refit",
+        "generate",
+        "checkpoint",
+        "generate",
+    ]
     walk: list[Phase] = ["load", "refit", "load", "refit", "generate", *step, *step]
     current: Phase | None = None
     for phase in walk:
@@ -14,7 +25,8 @@ def test_a_run_walks_through_its_phases():
 
 
 @pytest.mark.parametrize(
-    ("current", "phase"), [(None, "train"), ("load", "generate"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")]
+    ("current", "phase"),
+    [(None, "train"), ("load", "generate"), ("train", "generate"), ("generate", "load"), ("logprob", "generate")],
 )
 def test_no_run_skips_a_refit(current: Phase | None, phase: Phase):
     with pytest.raises(ValueError, match=f"phase {phase} entered from"):
@@ -23,13 +35,18 @@ def test_no_run_skips_a_refit(current: Phase | None, phase: Phase):
 
 def test_the_kv_cache_and_the_optimizer_never_share_the_device():
     for residency in PHASES.values():
-        assert not (residency.kv_cache == "device" and "device" in (residency.optimizer, residency.gradients, residency.activations))
+        assert not (
+            residency.kv_cache == "device"
+            and "device" in (residency.optimizer, residency.gradients, residency.activations)
+        )
 
 
 def test_weights_are_where_a_phase_needs_them():
     # Engine workers map the policy's all the time.
     assert all(residency.weights == "device" for residency in PHASES.values())
-    assert PHASES["refit"].engine_weights == PHASES["generate"].engine_weights == PHASES["generate"].kv_cache == "device"
+    assert (
+        PHASES["refit"].engine_weights == PHASES["generate"].engine_weights == PHASES["generate"].kv_cache == "device"
+    )
 
 
 def test_a_model_beside_the_policy_is_on_the_device_only_while_it_computes():
@@ -47,7 +64,11 @@ def test_a_model_beside_the_policy_is_on_the_device_only_while_it_computes():
                 # It is trained, so it is saved.
                 assert (place.weights, place.gradients, place.optimizer) == ("device", away.gradients, away.optimizer)
             elif phase != "load":
-                assert (place.weights, place.gradients, place.optimizer) == (away.weights, away.gradients, away.optimizer)
+                assert (place.weights, place.gradients, place.optimizer) == (
+                    away.weights,
+                    away.gradients,
+                    away.optimizer,
+                )
     assert PHASES["train_value"].of("critic").gradients == PHASES["train_value"].of("critic").optimizer == "device"
     assert all(residency.of("policy") is residency for residency in PHASES.values())
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Printed blocks of the pages against the program: blocks after a cheap command are run, others come from functions.
 
-Figures and paths are masked; `…` in a page stands for what it leaves out. tests/unit/test_extend_pages.py holds the pages of docs/extend.
+Figures and paths are masked; `…` in a page stands for what it leaves out. tests/unit/test_extend_pages.py holds the
+pages of docs/extend.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "mrl.convert": convert,
     "mrl.launch": launch.main,
 }
-# Blocks that no cheap command prints, by their first words: messages, whose texts stand in the source, and a file of the reader's.
+# Blocks that no cheap command prints, by their first words: messages, whose texts stand in the source, and a file of
+# the reader's.
 MESSAGES = ("The run hangs:", "RefusedPickle:", "limits ")
 INPUTS = ("Solve the problem.",)
 
@@ -70,7 +72,9 @@ def masked(text: str, *, keeps_figures: bool = False) -> str:
 def missing(shown: str, printed: str, *, keeps_figures: bool) -> list[str]:
     """The parts of a page's text that do not follow each other in what was printed."""
     left, wrong = masked(printed, keeps_figures=keeps_figures), []
-    for part in (part for line in re.split(r"\n(?=\S)|…", shown) if (part := masked(line, keeps_figures=keeps_figures))):
+    for part in (
+        part for line in re.split(r"\n(?=\S)|…", shown) if (part := masked(line, keeps_figures=keeps_figures))
+    ):
         _, found, after = left.partition(part)
         if not found:
             wrong.append(part)
@@ -79,7 +83,11 @@ def missing(shown: str, printed: str, *, keeps_figures: bool) -> list[str]:
     return wrong
 
 
-EXECUTED = [block for block in blocks() if any(program(words) for words in block[2]) and not block[1].startswith((*MESSAGES, *INPUTS))]
+EXECUTED = [
+    block
+    for block in blocks()
+    if any(program(words) for words in block[2]) and not block[1].startswith((*MESSAGES, *INPUTS))
+]
 
 
 def test_every_printed_block_is_held_by_a_test():
@@ -88,9 +96,16 @@ def test_every_printed_block_is_held_by_a_test():
     assert len(EXECUTED) >= 3 and [text for _, text, _ in others if not text.startswith(known)] == []
 
 
-@pytest.mark.parametrize(("page", "text", "commands"), EXECUTED, ids=[f"{page}: {text[:20].strip()}" for page, text, _ in EXECUTED])
+@pytest.mark.parametrize(
+    ("page", "text", "commands"), EXECUTED, ids=[f"{page}: {text[:20].strip()}" for page, text, _ in EXECUTED]
+)
 def test_a_command_prints_what_its_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], page: str, text: str, commands: list[list[str]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
+    text: str,
+    commands: list[list[str]],
 ):
     model = tmp_path / "RL-nano-v3/model"
     model.mkdir(parents=True)
@@ -108,7 +123,9 @@ def test_a_command_prints_what_its_page_shows(
 
 def test_the_readme_shows_the_block_of_a_step():
     (shown,) = (text for page, text, _ in blocks() if page == "README.md" and text.startswith("===="))
-    assert masked(shown) == masked("\n".join([step_header(1, 160), *step_lines(METRICS, num_prompts=32, num_generations=16)]))
+    assert masked(shown) == masked(
+        "\n".join([step_header(1, 160), *step_lines(METRICS, num_prompts=32, num_generations=16)])
+    )
 
 
 def test_the_advice_of_the_page_is_a_rule():
@@ -131,7 +148,13 @@ def checks() -> list[str]:
     """Every `--check` of a page that needs no file but those of `workplace`."""
     texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
     lines = [line for text in texts for line in re.findall(r"^python -m mrl.train (.* --check.*)$", text, re.MULTILINE)]
-    return sorted({line.partition("#")[0].strip() for line in lines if line.startswith("grpo") and MODEL not in line and "|" not in line})
+    return sorted(
+        {
+            line.partition("#")[0].strip()
+            for line in lines
+            if line.startswith("grpo") and MODEL not in line and "|" not in line
+        }
+    )
 
 
 @pytest.mark.parametrize("line", checks())

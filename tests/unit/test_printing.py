@@ -19,7 +19,8 @@ EVIL = "\x1b]0;pwned\x07\x1b[2J\u202e"
 def test_a_command_sets_no_handler_of_its_own(command: str):
     module = ROOT / "mrl" / command
     source = (module / "__main__.py" if module.is_dir() else module.with_suffix(".py")).read_text(encoding="utf-8")
-    called = {node.func.id if isinstance(node.func, ast.Name) else node.func.attr for node in ast.walk(ast.parse(source))
+    called = {node.func.id if isinstance(node.func,
+                                         ast.Name) else node.func.attr for node in ast.walk(ast.parse(source))
               if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)}  # fmt: skip
     assert "basicConfig" not in called and "StreamHandler" not in called
     assert called & {"run_entry", "exit_with"}

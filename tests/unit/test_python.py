@@ -30,7 +30,9 @@ def test_another_python_names_the_one_to_type(tmp_path: Path, installed: bool):
 @pytest.mark.parametrize("when", ["at once", "later"])
 @pytest.mark.parametrize("is_checkout", [True, False])
 def test_a_package_that_an_update_brought_is_named_with_its_command(tmp_path: Path, when: str, is_checkout: bool):
-    """After `git pull`, or in an environment that lacks one of the wheel's packages: in the first import, or in one that comes later."""
+    """After `git pull`, or in an environment that lacks one of the wheel's packages: in the first import, or in one
+    that comes later.
+    """
     checkout = tmp_path / "checkout"
     (checkout / "scripts").mkdir(parents=True)
     for name in ("mrl", "conversion", "configs"):
@@ -39,14 +41,22 @@ def test_a_package_that_an_update_brought_is_named_with_its_command(tmp_path: Pa
         (checkout / "scripts/setup.sh").write_text("")
     hidden = "omegaconf" if when == "at once" else "hydra"
     lines = [
-        *("import sys", "sys.path.insert(0, '.')", f"sys.modules[{hidden!r}] = None", "sys.argv = ['-m']", "import mrl, runpy"),
+        *(
+            "import sys",
+            "sys.path.insert(0, '.')",
+            f"sys.modules[{hidden!r}] = None",
+            "sys.argv = ['-m']",
+            "import mrl, runpy",
+        ),
         "from pathlib import Path",
         "mrl.ENVIRONMENT = Path('.venv').absolute()",
         "sys.prefix = str(mrl.ENVIRONMENT)",
         "sys.argv = ['check', 'grpo_tiny.yaml', 'grpo.seed=2']",
         "runpy.run_module('mrl.check', run_name='__main__')",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=checkout, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=checkout, capture_output=True, text=True, check=False
+    )
     (said,) = done.stderr.splitlines()
     assert done.returncode == 2 and f"has no package '{hidden}" in said, done.stderr
     assert (f"bash {checkout}/scripts/setup.sh" if is_checkout else "-m pip install -U mrl-*.whl") in said

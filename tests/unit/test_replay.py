@@ -29,10 +29,14 @@ ROLLOUT = {
 }
 
 
-def record(folder: Path, *, loss: float = 0.5, time: float = 1.0, rollouts: tuple[dict, ...] = (ROLLOUT, ROLLOUT)) -> Path:
+def record(
+    folder: Path, *, loss: float = 0.5, time: float = 1.0, rollouts: tuple[dict, ...] = (ROLLOUT, ROLLOUT)
+) -> Path:
     logs = folder / "logs/exp_001"
     logs.mkdir(parents=True)
-    rows = [{"step": step, "train/loss": loss * step, "time/total": time, "rollout/reward_wait_s": time} for step in (1, 2)]
+    rows = [
+        {"step": step, "train/loss": loss * step, "time/total": time, "rollout/reward_wait_s": time} for step in (1, 2)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with gzip.open(logs / "train_data_step2.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rollouts)
@@ -46,7 +50,9 @@ def test_what_differs_is_named(tmp_path: Path):
     assert list(differences(recorded, record(tmp_path / "c", rollouts=(ROLLOUT, changed)), steps)) == [
         "step 2, rollout 1 of prompt train:3: token_ids[1] was [6] and is [9]"
     ]
-    assert list(differences(recorded, record(tmp_path / "d", rollouts=(ROLLOUT | {"rewards": 0.0},), loss=0.25), steps)) == [
+    assert list(
+        differences(recorded, record(tmp_path / "d", rollouts=(ROLLOUT | {"rewards": 0.0},), loss=0.25), steps)
+    ) == [
         "step 1: train/loss was 0.5 and is 0.25",
         "step 2: rollouts recorded 2, made 1",
         "step 2, rollout 0 of prompt train:3: rewards was 1.0 and is 0.0",
@@ -68,7 +74,9 @@ def test_the_config_is_that_of_the_attempt_that_made_the_step(tmp_path: Path):
         (2, "{algorithm: grpo, grpo: {async_grpo: {enabled: true}}}", "missing: step_1.mrl, step_2.mrl"),
     ],
 )
-def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, config: str, reason: str):
+def test_what_cannot_be_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, config: str, reason: str
+):
     run = record(tmp_path / "a")
     (run / "config.yaml").write_text(config)
     with pytest.raises(SystemExit) as caught:
@@ -86,7 +94,12 @@ def test_records_without_a_critic_or_pairs_are_not_trained(
         (run / f"recorded/step_{step}.mrl").touch()
     monkeypatch.setattr(replay, "replay_training", lambda *_: 7)
     monkeypatch.setattr(replay, "run_command", lambda *_: 8)
-    for algorithm, lag, ways in (("grpo", True, (7, 2)), ("grpo", False, (7, 8)), ("ppo", True, (2, 2)), ("dpo", False, (8, 8))):
+    for algorithm, lag, ways in (
+        ("grpo", True, (7, 2)),
+        ("grpo", False, (7, 8)),
+        ("ppo", True, (2, 2)),
+        ("dpo", False, (8, 8)),
+    ):
         (run / "config.yaml").write_text(json.dumps({"algorithm": algorithm, "grpo": {"async_grpo": {"enabled": lag}}}))
         for words, way in zip(([], ["--sample"]), ways, strict=True):
             try:
@@ -106,7 +119,10 @@ def test_a_step_that_ended_its_run_has_a_record_and_is_made_again(tmp_path: Path
     assert [path.name for path in records_of(run, range(2, 4), {1, 2, 3})] == ["step_2.mrl", "step_3.mrl"]
     (run / "recorded/step_2.mrl").touch()
     assert [path.name for path in records_of(run, range(2, 3), {1})] == ["step_2.mrl"]
-    for step, reason in ((3, "config.yaml is missing: nothing says how the step was made"), (4, "has no step 4; it has 1, 2 ... 2")):
+    for step, reason in (
+        (3, "config.yaml is missing: nothing says how the step was made"),
+        (4, "has no step 4; it has 1, 2 ... 2"),
+    ):
         with pytest.raises(SystemExit) as caught:
             main([str(run), "--step", str(step)])
         assert caught.value.code == 2 and reason in capsys.readouterr().err
@@ -127,14 +143,22 @@ def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytes
 @pytest.mark.long("replay")
 def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_layout(tmp_path: Path):
     run = tmp_path / "run"
-    settings = [*AHEAD, *tiny_inputs(), "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    settings = [
+        *AHEAD,
+        *tiny_inputs(),
+        "grpo.max_num_steps=5",
+        "checkpointing.save_period=2",
+        "checkpointing.metric_name=null",
+    ]
     settings = [word for word in settings if word != "checkpointing.enabled=false"]
 
     def command(*words: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    code, said = command("mrl.train", "grpo_tiny.yaml", *settings, "logger.record_steps=3", f"checkpointing.checkpoint_dir={run}")
+    code, said = command(
+        "mrl.train", "grpo_tiny.yaml", *settings, "logger.record_steps=3", f"checkpointing.checkpoint_dir={run}"
+    )
     assert code == 0, said[-4000:]
     assert sorted(path.name for path in (run / "recorded").iterdir()) == ["step_3.mrl", "step_4.mrl", "step_5.mrl"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -151,7 +175,9 @@ def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_la
     write_record(run / "recorded/step_4.mrl", record)
     code, said = command("mrl.replay", str(run), "--step", "4")
     at = len(changed.rollout.request.token_ids)
-    assert code == 1 and f"step 4, update 0, rank 0, rollout {changed.info.request_id}: old_logprobs[{at}] was" in said, said[-4000:]
+    assert (
+        code == 1 and f"step 4, update 0, rank 0, rollout {changed.info.request_id}: old_logprobs[{at}] was" in said
+    ), said[-4000:]
     content = (run / "recorded/step_4.mrl").read_bytes()
     (run / "recorded/step_4.mrl").write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     code, said = command("mrl.replay", str(run), "--step", "4")

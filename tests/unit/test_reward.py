@@ -64,7 +64,11 @@ def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest
     said = capfd.readouterr().out
     file = folder / f"{folder.name}_mine.py"
     assert f"KeyError: '4' ({file}:{DEEP_LINE})" in said and f"KeyError: 'four' ({file}:{DEEP_LINE})" in said
-    assert said.count("Traceback:") == 1 and f'File "{file}", line {DEEP_LINE}, in inner' in said and "mrl/envs" not in said
+    assert (
+        said.count("Traceback:") == 1
+        and f'File "{file}", line {DEEP_LINE}, in inner' in said
+        and "mrl/envs" not in said
+    )
     assert "2 of 2 replies have no reward" in said
 
 
@@ -82,7 +86,9 @@ def test_it_is_confined_as_in_a_run(folder: Path, capfd: pytest.CaptureFixture[s
         ("judge", ("--replies", "numbers.jsonl"), "numbers.jsonl:1: a reply is a text"),
     ],
 )
-def test_what_cannot_be_used_is_refused(folder: Path, capfd: pytest.CaptureFixture[str], name: str, words: tuple[str, ...], message: str):
+def test_what_cannot_be_used_is_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], name: str, words: tuple[str, ...], message: str
+):
     Path("short.txt").write_text("4")
     Path("numbers.jsonl").write_text("4\n4\n")
     with pytest.raises(SystemExit) as ended:

@@ -57,7 +57,10 @@ def test_events_add_up_and_an_unfinished_line_waits(tmp_path: Path):
 
 
 def test_pytest_writes_what_became_of_each_test(tmp_path: Path):
-    tests = "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n@pytest.mark.skip(reason='why')\ndef test_not(): pass\n"
+    tests = (
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n@pytest.mark.skip(reason='why')\ndef "
+        "test_not(): pass\n"
+    )
     (tmp_path / "test_three.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
     environment = {"PYTHONPATH": str(ROOT), "MRL_TEST_EVENTS": str(tmp_path / "events"), "PATH": "/usr/bin:/bin"}
@@ -103,7 +106,10 @@ def test_a_fast_idle_host_is_no_reason():
 def test_words_choose_parts(capsys: pytest.CaptureFixture[str]):
     assert set(choose(parse([]))) == {"unit", "smoke", "config", "entries", "proof", "style"}
     assert {"unit", "stack", "proof", "smoke", "config", "entries"} == set(choose(parse(["--busy"])))
-    assert "smoke" not in choose(parse(["--full"])) and "--with-slurm" in choose(parse(["--full", "--with-slurm"]))["cluster"]
+    assert (
+        "smoke" not in choose(parse(["--full"]))
+        and "--with-slurm" in choose(parse(["--full", "--with-slurm"]))["cluster"]
+    )
     assert list(choose(parse(["--long", "learning"]))) == ["learning"]
     with pytest.raises(SystemExit):
         parse(["--long", "lerning"])

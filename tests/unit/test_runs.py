@@ -15,7 +15,10 @@ from mrl.store.ledger import Ledger
 def run(folder: Path, *learning_rates: float, losses: tuple[float, ...], accuracy: float) -> Path:
     """A run of an attempt for each learning rate."""
     for number, lr in enumerate(learning_rates, start=1):
-        text = f"algorithm: grpo\ngrpo: {{max_num_steps: 3}}\npolicy: {{model_name: m, megatron_cfg: {{optimizer: {{lr: {lr}}}}}}}\n"
+        text = (
+            f"algorithm: grpo\ngrpo: {{max_num_steps: 3}}\npolicy: {{model_name: m, megatron_cfg: {{optimizer: "
+            f"{{lr: {lr}}}}}}}\n"
+        )
         for place in (folder, folder / f"logs/exp_{number:03d}"):
             place.mkdir(parents=True, exist_ok=True)
             (place / "config.yaml").write_text(text)
@@ -93,7 +96,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_runs_that_cannot_be_read_are_in_the_way_of_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     odd = run(tmp_path / "odd", 0.001, losses=(2.0, 1.5), accuracy=0.5)
     with (odd / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "train/loss": NaN}\n{"step": "x"}\n{"step": 1e400}\n{"step": 4, "train/loss": "abc"}\n{"step": 5, "train')
+        file.write(
+            '{"step": 3, "train/loss": NaN}\n{"step": "x"}\n{"step": 1e400}\n{"step": 4, "train/loss": '
+            '"abc"}\n{"step": 5, "train'
+        )
     (odd / "ledger.jsonl").write_bytes(b"\xff\xdd")
     (odd / "logs/exp_001/config.yaml").write_bytes(b"\xff\xdd")
     (odd / "logs/exp_x").mkdir()

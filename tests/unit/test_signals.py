@@ -42,9 +42,15 @@ def run(program: str, *arguments: str, ignored: signal.Signals | None = None) ->
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_before_the_first_step_a_signal_ends_the_process_at_once_and_cleanly(number: signal.Signals, tmp_path: Path):
-    program = "listener.listen(); listener.cleanups.append(Path(sys.argv[1]).touch); os.kill(own, int(sys.argv[2])); time.sleep(60)"
+    program = (
+        "listener.listen(); listener.cleanups.append(Path(sys.argv[1]).touch); os.kill(own, "
+        "int(sys.argv[2])); time.sleep(60)"
+    )
     code, lines = run(program, str(tmp_path / "cleaned"), str(int(number)))
-    assert (code, lines) == (ENDED_EARLY, [f"{number.name}: ended at once, as there is nothing to save; the same command goes on"])
+    assert (code, lines) == (
+        ENDED_EARLY,
+        [f"{number.name}: ended at once, as there is nothing to save; the same command goes on"],
+    )
     assert (tmp_path / "cleaned").exists()
 
 
@@ -82,7 +88,9 @@ for sender in (7, 7, 8):
 @pytest.mark.parametrize(("number", "stays"), [(signal.SIGINT, True), (signal.SIGHUP, True), (signal.SIGTERM, False)])
 def test_what_a_shell_has_switched_off_stays_so(number: signal.Signals, stays: bool):
     # SIGTERM comes after it, and ends what is still there.
-    code, lines = run(f"listener.listen(); os.kill(own, {int(number)}); os.kill(own, signal.SIGTERM); time.sleep(60)", ignored=number)
+    code, lines = run(
+        f"listener.listen(); os.kill(own, {int(number)}); os.kill(own, signal.SIGTERM); time.sleep(60)", ignored=number
+    )
     assert code == ENDED_EARLY
     assert lines[0].startswith("SIGTERM" if stays else number.name)
 

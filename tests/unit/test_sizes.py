@@ -26,7 +26,9 @@ def test_no_file_is_too_long():
 
 
 def test_no_function_is_too_long():
-    assert [f"{path.relative_to(ROOT)}: {found}" for path in python_files() for found in long_functions(path.read_text())] == []
+    assert [
+        f"{path.relative_to(ROOT)}: {found}" for path in python_files() for found in long_functions(path.read_text())
+    ] == []
 
 
 def test_a_long_function_is_found():

@@ -101,7 +101,9 @@ def test_threads_write_whole_lines(file: Path, clock: Clock):
     assert len(drawn(file)) == 800
 
 
-def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(clock: Clock, caplog: pytest.LogCaptureFixture):
+def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
     spans.stop()
     with spans.span("nobody listens"):
         pass

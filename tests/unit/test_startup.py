@@ -31,11 +31,14 @@ def test_phases_add_up_to_the_time_since_the_command_and_are_taken_once(monkeypa
 BECOMES_A_COMMAND = """
 import os, sys, time
 print(time.monotonic(), flush=True)
-os.execv(sys.executable, [sys.executable, "-c", "from mrl import startup; import time; print(startup._last[0], time.monotonic())"])
+code = "from mrl import startup; import time; print(startup._last[0], time.monotonic())"
+os.execv(sys.executable, [sys.executable, "-c", code])
 """
 
 
 def test_the_budget_begins_with_the_command_and_not_with_the_shell_that_became_it():
-    printed = subprocess.run([sys.executable, "-c", BECOMES_A_COMMAND], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", BECOMES_A_COMMAND], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     moments = [float(word) for word in printed.split()]
     assert len(moments) == 3 and moments == sorted(moments)

@@ -74,16 +74,22 @@ def test_every_quoted_message_is_in_the_source():
 
 
 def _pieces_are_in(part: str, source: str) -> bool:
-    # Messages are put together from a rule and a way out, lines of the console from names and values, each with a text of its own.
+    # Messages are put together from a rule and a way out, lines of the console from names and values, each with a text
+    # of its own.
     pieces = [piece.strip() for piece in re.split(r"[;:] |=|  +", part)]
     return len(pieces) > 1 and all(piece in source for piece in pieces)
 
 
 def test_every_key_that_is_named_exists():
-    named = set(re.findall(r"`((?:policy|grpo|loss_fn|cluster|checkpointing|logger|deadlines|data)\.[a-z_.]*[a-z])", PAGE))
+    named = set(
+        re.findall(r"`((?:policy|grpo|loss_fn|cluster|checkpointing|logger|deadlines|data)\.[a-z_.]*[a-z])", PAGE)
+    )
     known = KEYS.keys() | DIALECT_KEYS
     assert len(named) > 10
-    assert sorted(key for key in named if key not in known and not any(other.startswith(f"{key}.") for other in known)) == []
+    assert (
+        sorted(key for key in named if key not in known and not any(other.startswith(f"{key}.") for other in known))
+        == []
+    )
 
 
 def test_every_metric_that_is_named_exists():
@@ -94,7 +100,11 @@ def test_every_metric_that_is_named_exists():
 
 def run_script(name: str, **variables: str) -> str:
     """Output of a script with these variables, and no others of ours."""
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/"), **variables}
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": os.environ.get("HOME", "/"),
+        **variables,
+    }
     command = ["bash", str(ROOT / "scripts" / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode != 0
@@ -110,10 +120,12 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_messages_of_scripts_are_as_quoted(tmp_path: Path):
     produced = [
         run_script("ray_node.sh", NODE_RANK="0"),
-        run_script("ray_node.sh", LEPTON_JOB_NAME="j", LEPTON_JOB_WORKER_INDEX="0", NUM_NODES="1", GPUS_PER_NODE="1", CONFIG_PATH="c",
+        run_script("ray_node.sh", LEPTON_JOB_NAME="j", LEPTON_JOB_WORKER_INDEX="0", NUM_NODES="1", GPUS_PER_NODE="1",
+                   CONFIG_PATH="c",
                    CHECKPOINT_DIR="/mnt/results", SCRIPT_PATH="/no/script.py"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="/no/image.sqsh"),
-        run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"),
+        run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path),
+                   CONTAINER="docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONFIG_PATH="configs/mine.yaml"),
         run_script("pull_container.sh", WORKSPACE=str(tmp_path), IMAGE="nvcr.io/ORG/mrl:TAG"),
     ]  # fmt: skip
@@ -137,15 +149,21 @@ def assert_quoted(quoted: str, text: str) -> None:
     assert re.search(".*".join(map(re.escape, quoted.split(GAP))), text), text
 
 
-def test_messages_about_configs_are_as_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_messages_about_configs_are_as_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(probe, "IMPORTED", ("json",))
     assert_quoted("…: no such key; the nearest is …", check(capsys, "grpo_tiny.yaml", "swanlab_enabledd=true"))
-    assert_quoted("config …: no such file in …, and no packaged config of that name; packaged are …", check(capsys, "no.yaml"))
-    found = check(capsys, "grpo_tiny.yaml", f"data.train.data_path={tmp_path}/no.jsonl", f"policy.model_name={tmp_path}")
     assert_quoted(
-        "data.train.data_path=…: no such file or folder in …; correct the path: it names a .jsonl, .json, .parquet or .arrow file, "
-        "a folder of them, or a data set's id on the Hugging Face Hub",
+        "config …: no such file in …, and no packaged config of that name; packaged are …", check(capsys, "no.yaml")
+    )
+    found = check(
+        capsys, "grpo_tiny.yaml", f"data.train.data_path={tmp_path}/no.jsonl", f"policy.model_name={tmp_path}"
+    )
+    assert_quoted(
+        "data.train.data_path=…: no such file or folder in …; correct the path: it names a .jsonl, .json, .parquet "
+        "or .arrow file, a folder of them, or a data set's id on the Hugging Face Hub",
         found,
     )
 
@@ -159,6 +177,11 @@ def test_missing_nodes_are_as_quoted():
 
 def test_advice_is_as_quoted():
     text = "CUDA out of memory. Tried to allocate 2 GiB" + way_out(RuntimeError("CUDA out of memory."))
-    assert_quoted("CUDA out of memory…; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU", text)
+    assert_quoted(
+        "CUDA out of memory…; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU",
+        text,
+    )
     text = "NCCL communicator was aborted" + way_out(RuntimeError("NCCL communicator was aborted"))
-    assert_quoted("…; the ranks do not reach each other: python -m mrl.doctor looks at every node's interfaces and fabric …", text)
+    assert_quoted(
+        "…; the ranks do not reach each other: python -m mrl.doctor looks at every node's interfaces and fabric …", text
+    )

@@ -18,7 +18,9 @@ def printed(tmp_path: Path, config: str, **environment: str) -> list[str]:
     """Output of the script with this pip.conf and these variables, and no other settings."""
     file = tmp_path / "pip.conf"
     file.write_text(config)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_", "ALL_PROXY"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_", "ALL_PROXY"))
+    }
     done = subprocess.run(
         [sys.executable, SCRIPT],
         env=clean | {"PIP_CONFIG_FILE": str(file)} | environment,
@@ -31,7 +33,10 @@ def printed(tmp_path: Path, config: str, **environment: str) -> list[str]:
 
 
 def test_pips_file_says_where_uv_looks(tmp_path: Path):
-    config = f"[global]\nindex-url = https://mirror.example/simple\nfind-links = {tmp_path} {tmp_path}/absent\ncert = /certs/ca.pem\n"
+    config = (
+        f"[global]\nindex-url = https://mirror.example/simple\nfind-links = {tmp_path} "
+        f"{tmp_path}/absent\ncert = /certs/ca.pem\n"
+    )
     lines = printed(tmp_path, config)
     assert "export UV_DEFAULT_INDEX=https://mirror.example/simple" in lines
     assert f"export UV_FIND_LINKS={tmp_path}" in lines
@@ -40,7 +45,9 @@ def test_pips_file_says_where_uv_looks(tmp_path: Path):
 
 def test_pips_variables_win_over_its_file_and_uvs_over_both(tmp_path: Path):
     config = "[global]\nindex-url = https://mirror.example/simple\n"
-    assert "export UV_DEFAULT_INDEX=https://other.example/simple" in printed(tmp_path, config, PIP_INDEX_URL="https://other.example/simple")
+    assert "export UV_DEFAULT_INDEX=https://other.example/simple" in printed(
+        tmp_path, config, PIP_INDEX_URL="https://other.example/simple"
+    )
     lines = printed(tmp_path, config, UV_DEFAULT_INDEX="https://third.example/simple")
     assert not [line for line in lines if "UV_DEFAULT_INDEX" in line]
 
@@ -48,6 +55,10 @@ def test_pips_variables_win_over_its_file_and_uvs_over_both(tmp_path: Path):
 def test_values_cannot_run_commands(tmp_path: Path):
     lines = printed(tmp_path, "", PIP_INDEX_URL="https://x.example/$(touch${IFS}mark)'\"; false")
     done = subprocess.run(
-        ["bash", "-c", "; ".join(lines) + '; printf %s "$UV_DEFAULT_INDEX"'], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
+        ["bash", "-c", "; ".join(lines) + '; printf %s "$UV_DEFAULT_INDEX"'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert done.stdout == "https://x.example/$(touch${IFS}mark)'\"; false" and not (tmp_path / "mark").exists()

@@ -24,12 +24,27 @@ NEED_POLL = {"recv", "recv_bytes"}
 NEED_WITHIN = {"ray.init", "ray.put", "ray.shutdown", "os.fsync"}
 # In the driver also these: a file system that hangs must not hang the run without a word.
 READS = {"open", "read_bytes", "read_text"}
-WRITES = {"write", "write_text", "write_bytes", "flush", "truncate", "mkdir", "rename", "unlink", "rmtree", "touch", "link"}
+WRITES = {
+    "write",
+    "write_text",
+    "write_bytes",
+    "flush",
+    "truncate",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmtree",
+    "touch",
+    "link",
+}
 WRITES |= {"copy2", "copyfile"}
 DRIVER = ("mrl/loop/", "mrl/store/", "mrl/cluster/", "mrl/train.py")
 UNLIMITED = {
     ("mrl/cluster/payload.py", "ray.put(pack(flat))"): "in a rank, whose answer the driver waits for within train_s",
-    ("mrl/policy/checkpoint.py", "os.fsync(probe.fileno())"): "in a rank, whose answer the driver waits for within checkpoint_s",
+    (
+        "mrl/policy/checkpoint.py",
+        "os.fsync(probe.fileno())",
+    ): "in a rank, whose answer the driver waits for within checkpoint_s",
     (
         "mrl/cluster/nodes.py",
         "ray.init(address='auto'",
@@ -38,19 +53,34 @@ UNLIMITED = {
         "mrl/cluster/nodes.py",
         "ray.shutdown()",
     ): "of a process that has only joined, and has no daemons to end",
-    ("mrl/cluster/runtime.py", "(folder / OWNER_FILE).read_text()"): "in the folder of temporary files: Ray's own, on a disk of the host",
-    ("mrl/cluster/daemons.py", "path.open('rb')"): "of Ray's logs, in the folder of temporary files: on a disk of the host",
+    (
+        "mrl/cluster/runtime.py",
+        "(folder / OWNER_FILE).read_text()",
+    ): "in the folder of temporary files: Ray's own, on a disk of the host",
+    (
+        "mrl/cluster/daemons.py",
+        "path.open('rb')",
+    ): "of Ray's logs, in the folder of temporary files: on a disk of the host",
     ("mrl/cluster/daemons.py", "path.read_text("): "of the kernel, which has it in memory",
     ("mrl/cluster/daemons.py", "Path(f'/proc/{pid}/stat')"): "of the kernel, which has it in memory",
-    ("mrl/cluster/lifetime.py", "(entry / 'environ').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",
-    ("mrl/cluster/lifetime.py", "(entry / 'stat').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",
+    (
+        "mrl/cluster/lifetime.py",
+        "(entry / 'environ').read_bytes()",
+    ): "of /proc, in the reaper, which the driver waits for within a limit",
+    (
+        "mrl/cluster/lifetime.py",
+        "(entry / 'stat').read_bytes()",
+    ): "of /proc, in the reaper, which the driver waits for within a limit",
     ("mrl/cluster/lifetime.py", "Path('/proc/meminfo').read_text("): "of the kernel, which has it in memory",
     ("mrl/cluster/lifetime.py", "(cgroup / 'memory.max').read_text()"): "of the kernel, which has it in memory",
     ("mrl/cluster/lifetime.py", "(cgroup / 'memory.current').read_text()"): "of the kernel, which has it in memory",
     ("mrl/cluster/lifetime.py", "Path(f'/proc/{pid}/"): "of /proc, in a call of `within`",
     ("mrl/cluster/carrier.py", "local.open("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/carrier.py", "target.open("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
-    ("mrl/cluster/watchdog.py", "Path(f'/proc/{pid}/"): "of /proc, in a thread that nobody waits for; what is read takes no lock of memory",
+    (
+        "mrl/cluster/watchdog.py",
+        "Path(f'/proc/{pid}/",
+    ): "of /proc, in a thread that nobody waits for; what is read takes no lock of memory",
     ("mrl/cluster/watchdog.py", "local_file(self._folder"): "on a disk of the host, in a thread that nobody waits for",
     ("mrl/cluster/watchdog.py", "path.open('rb')"): "on a disk of the host, in a thread that nobody waits for",
     ("mrl/cluster/environment.py", "os.open(log_file"): "in an actor, whose start the driver waits for within start_s",
@@ -59,24 +89,48 @@ UNLIMITED = {
     ("mrl/store/marks.py", "entry.unlink()"): "in `remove_marked`, which `CheckpointStore` calls within a limit",
     ("mrl/store/samples.py", "path.open('ab+')"): "in `append_report_samples`, which `RunFolder` calls within a limit",
     ("mrl/cluster/carrier.py", "outbox.mkdir("): "on a disk of the host",
-    ("mrl/cluster/carrier.py", "target.parent.mkdir("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    (
+        "mrl/cluster/carrier.py",
+        "target.parent.mkdir(",
+    ): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/carrier.py", "sink.write("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/carrier.py", "shutil.rmtree("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/watchdog.py", "file.write("): "on a disk of the host, in a thread that nobody waits for",
     ("mrl/cluster/environment.py", "root.mkdir("): "in an actor, whose start the driver waits for within start_s",
-    ("mrl/cluster/environment.py", "log_file.parent.mkdir("): "in an actor, whose start the driver waits for within start_s",
+    (
+        "mrl/cluster/environment.py",
+        "log_file.parent.mkdir(",
+    ): "in an actor, whose start the driver waits for within start_s",
     ("mrl/cluster/environment.py", "folder.mkdir("): "in the folder of temporary files, on a disk of the host",
-    ("mrl/cluster/runtime.py", "owner_file.write_text("): "in the folder of temporary files: Ray's own, on a disk of the host",
+    (
+        "mrl/cluster/runtime.py",
+        "owner_file.write_text(",
+    ): "in the folder of temporary files: Ray's own, on a disk of the host",
     ("mrl/cluster/runtime.py", "token_file."): "in the folder of temporary files: Ray's own, on a disk of the host",
     ("mrl/cluster/runtime.py", "shutil.rmtree("): "in the folder of temporary files: Ray's own, on a disk of the host",
     ("mrl/store/ledger.py", "self.flush()"): "no file: see `Ledger.flush`, which has a limit",
     ("mrl/loop/saving.py", "self._folder.ledger.flush()"): "no file: see `Ledger.flush`, which has a limit",
-    ("mrl/store/loggers/swanlab.py", "folder.mkdir("): "in a logger's thread, which the driver waits for within a limit",
-    ("mrl/store/loggers/tensorboard.py", "self._writer.flush()"): "in a logger's thread, which the driver waits for within a limit",
+    (
+        "mrl/store/loggers/swanlab.py",
+        "folder.mkdir(",
+    ): "in a logger's thread, which the driver waits for within a limit",
+    (
+        "mrl/store/loggers/tensorboard.py",
+        "self._writer.flush()",
+    ): "in a logger's thread, which the driver waits for within a limit",
     ("mrl/store/samples.py", "file.write(lines"): "in `append_report_samples`, which `RunFolder` calls within a limit",
-    ("mrl/store/samples.py", "file.write((json"): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
-    ("mrl/store/samples.py", "aside."): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
-    ("mrl/store/samples.py", "path.unlink("): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    (
+        "mrl/store/samples.py",
+        "file.write((json",
+    ): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    (
+        "mrl/store/samples.py",
+        "aside.",
+    ): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    (
+        "mrl/store/samples.py",
+        "path.unlink(",
+    ): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
     ("mrl/loop/main.py", "folder.open()"): "no file: see `RunFolder.open`",
     ("mrl/loop/main.py", "training.open("): "no file: starts the processes of the run",
 }
@@ -94,7 +148,11 @@ def unbounded_waits(source: str) -> list[str]:
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
         calls = _calls(function)
         polls = any(_ends_with(call, {"poll"}) and (call.args or call.keywords) for call in calls)
-        found += [_text(call) for call in calls if not polls and _is_method(call, NEED_POLL) and not (call.args or call.keywords)]
+        found += [
+            _text(call)
+            for call in calls
+            if not polls and _is_method(call, NEED_POLL) and not (call.args or call.keywords)
+        ]
         if not any(_ends_with(call, {"monotonic"}) for call in calls):
             loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
             found += [_text(loop.test) for loop in loops if any(_ends_with(call, {"sleep"}) for call in _calls(loop))]
@@ -145,10 +203,19 @@ def _waits_for_ever(call: ast.Call) -> bool:
     if _ends_with(call, NEED_TIMEOUT):
         return "timeout" not in arguments and None not in arguments
     if _is_method(call, NEED_ARGUMENT):
-        blocks = call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is True and len(call.args) == 1
-        return (not call.args or bool(blocks)) and arguments <= {"block", "blocking"} and _literal(call, "block") is not False
+        blocks = (
+            call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is True and len(call.args) == 1
+        )
+        return (
+            (not call.args or bool(blocks))
+            and arguments <= {"block", "blocking"}
+            and _literal(call, "block") is not False
+        )
     if _ends_with(call, {"flock", "waitpid"}):
-        return not any("LOCK_NB" in ast.unparse(arg) or "LOCK_UN" in ast.unparse(arg) or "WNOHANG" in ast.unparse(arg) for arg in call.args)
+        return not any(
+            "LOCK_NB" in ast.unparse(arg) or "LOCK_UN" in ast.unparse(arg) or "WNOHANG" in ast.unparse(arg)
+            for arg in call.args
+        )
     return False
 
 
@@ -294,7 +361,13 @@ def test_a_forbidden_call_is_found(line: str):
 
 
 @pytest.mark.parametrize(
-    "line", ["model.eval()", "torch.load(path, weights_only=True)", "yaml.safe_load(text)", "with suppress(ProcessLookupError):\n    f()"]
+    "line",
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "yaml.safe_load(text)",
+        "with suppress(ProcessLookupError):\n    f()",
+    ],
 )
 def test_an_allowed_call_passes(line: str):
     assert forbidden(line) == []

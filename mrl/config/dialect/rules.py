@@ -59,10 +59,15 @@ SAMPLERS = {
     "ready_first": "max_staleness_versions",
     "weight_fifo": "max_staleness_versions",
 }
-"""Keys that bound how far engines run ahead (1 by default), by the way in which NeMo RL's single controller chooses finished groups."""
+"""Keys that bound how far engines run ahead (1 by default), by the way in which NeMo RL's single controller chooses
+finished groups.
+"""
 UNORDERED = ("windowed", "ready_first")
 """Samplers that take whatever is finished, in any order."""
-FRESHEST, RECOMPUTES = f"{SAMPLER}.sample_freshest_first", f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates"
+FRESHEST, RECOMPUTES = (
+    f"{SAMPLER}.sample_freshest_first",
+    f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates",
+)
 
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 _SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
@@ -74,7 +79,14 @@ TEMPLATE_VARIABLES = {
 """Sections with values for the chat template, and where these are here."""
 
 REWRITTEN = frozenset(
-    [USE_INDUCTOR, VERIFIER, *ENGINE_ARGUMENTS, RECOMPUTES, FRESHEST, *(f"{SAMPLER}.{name}" for name in ("name", *SAMPLERS.values()))]
+    [
+        USE_INDUCTOR,
+        VERIFIER,
+        *ENGINE_ARGUMENTS,
+        RECOMPUTES,
+        FRESHEST,
+        *(f"{SAMPLER}.{name}" for name in ("name", *SAMPLERS.values())),
+    ]
 )
 """Keys, besides those of the DTensor backend, that the rules here replace."""
 TRANSLATED_SECTIONS = (SCHEDULER, f"{DTENSOR}.env_vars", *TEMPLATE_VARIABLES)
@@ -88,9 +100,10 @@ JUDGES = "should_use_judge"
 
 GYM_GLOBAL = frozenset(
     "default_host disallowed_ports global_aiohttp_client_request_debug global_aiohttp_connector_limit "
-    "global_aiohttp_connector_limit_per_host head_server_deps hf_token model_call_capture_dir model_endpoint_readiness_timeout_seconds "
-    "nemo_gym_log_dir observability_enabled pip_install_verbose policy_max_input_tokens port_range_high port_range_low profiling_enabled "
-    "profiling_results_dirpath python_version ray_head_node_address skip_venv_if_present use_absolute_ip uv_cache_dir uv_pip_set_python "
+    "global_aiohttp_connector_limit_per_host head_server_deps hf_token model_call_capture_dir "
+    "model_endpoint_readiness_timeout_seconds nemo_gym_log_dir observability_enabled pip_install_verbose "
+    "policy_max_input_tokens port_range_high port_range_low profiling_enabled profiling_results_dirpath "
+    "python_version ray_head_node_address skip_venv_if_present use_absolute_ip uv_cache_dir uv_pip_set_python "
     "uv_venv_dir uvicorn_logging_show_200_ok verbose".split()
 )
 """Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers."""
@@ -220,13 +233,16 @@ def _choose_backend(found: Translation) -> None:
         found.dropped = {key for key in found.written if key[:2] == ("policy", "megatron_cfg")}
     if dtensor is not None:
         found.put(f"{DTENSOR}.enabled", dtensor, f"{MEGATRON}.enabled", True)
-        found.differ(f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor")
+        found.differ(
+            f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor"
+        )
     for source, target in SAME_VALUE.items():
         found.put_same(source, target)
     for key, setting in found.written.items():
         if key[:3] == ("policy", "dtensor_cfg", "env_vars") and setting.value != {}:
             found.put_same(".".join(key), ".".join(("policy", "megatron_cfg", *key[2:])))
-    # Megatron trains experts under tensor parallelism only with sequence parallelism, which changes no value: it follows the size.
+    # Megatron trains experts under tensor parallelism only with sequence parallelism, which changes no value: it
+    # follows the size.
     size_key = f"{DTENSOR}.tensor_parallel_size"
     parallel = found.given(f"{DTENSOR}.sequence_parallel") or found.given(size_key)
     if parallel is not None:
@@ -243,10 +259,14 @@ def _lora(found: Translation) -> None:
         if value in LORA_INITS:
             found.put(f"{LORA}.lora_A_init", start, f"{MEGATRON}.peft.lora_A_init_method", LORA_INITS[str(value)])
         else:
-            found.refuse(f"{LORA}.lora_A_init", start, "no such start of an adapter", f"use one of {', '.join(LORA_INITS)}")
+            found.refuse(
+                f"{LORA}.lora_A_init", start, "no such start of an adapter", f"use one of {', '.join(LORA_INITS)}"
+            )
     enabled = found.given(f"{LORA}.enabled")
     if enabled is not None and found.value_of(f"{LORA}.enabled") is True:
-        found.differ(f"{LORA}.enabled", enabled, "q, k and v share one adapter, as do gate and up; with DTensor each has its own")
+        found.differ(
+            f"{LORA}.enabled", enabled, "q, k and v share one adapter, as do gate and up; with DTensor each has its own"
+        )
     names = ["target_modules", "exclude_modules"]
     matches_all = found.given(f"{LORA}.match_all_linear")
     if matches_all is not None and found.value_of(f"{LORA}.match_all_linear") is True:
@@ -283,11 +303,23 @@ def _optimizer(found: Translation) -> None:
     decay = f"{OPTIMIZER}.kwargs.weight_decay"
     written = found.given(decay)
     # Without the key, torch's AdamW has a decay of its own, and FusedAdam none.
-    if found.value_of(decay) != 0 if written is not None else name is not None and found.value_of(f"{OPTIMIZER}.name") != FUSED_ADAM:
+    if (
+        found.value_of(decay) != 0
+        if written is not None
+        else name is not None and found.value_of(f"{OPTIMIZER}.name") != FUSED_ADAM
+    ):
         source, setting = (decay, written) if written is not None else (f"{OPTIMIZER}.name", name)
         assert setting is not None
-        found.differ(source, setting, "biases, norms and other vectors do not decay, as in Megatron; with DTensor all parameters do")
-    schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
+        found.differ(
+            source,
+            setting,
+            "biases, norms and other vectors do not decay, as in Megatron; with DTensor all parameters do",
+        )
+    schedule = [
+        setting
+        for key, setting in found.written.items()
+        if key[:2] == ("policy", "scheduler") and setting.value is not None
+    ]
     if not schedule and name is None:
         return
     scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
@@ -298,7 +330,10 @@ def _optimizer(found: Translation) -> None:
         try:
             changed, last = _schedule(found)
         except (KeyError, TypeError, ValueError):
-            rule = "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR or CosineAnnealingLR"
+            rule = (
+                "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR "
+                "or CosineAnnealingLR"
+            )
             found.refuse(SCHEDULER, setting, rule, f"set it to null and write {MEGATRON}.scheduler")
             return
         scheduler, end = scheduler | changed, end if last is None else last
@@ -355,11 +390,18 @@ def _single_controller(found: Translation) -> None:
     bound = found.given(key)
     age = 1 if bound is None else found.value_of(key)
     source, setting = (key, bound) if bound is not None else (f"{SAMPLER}.name", chosen or asked)
-    for part, value in (("enabled", age != 0), ("max_trajectory_age_steps", age or 1), ("in_flight_weight_updates", age != 0)):
+    for part, value in (
+        ("enabled", age != 0),
+        ("max_trajectory_age_steps", age or 1),
+        ("in_flight_weight_updates", age != 0),
+    ):
         found.put(source, setting, f"{ASYNC}.{part}", value)
     if age != 0:
         if name in UNORDERED and not (found.given(FRESHEST) is not None and found.value_of(FRESHEST)):
-            how = "steps train groups in the order of the data, whichever is finished first, and none is dropped for its age"
+            how = (
+                "steps train groups in the order of the data, whichever is finished first, and none is dropped "
+                "for its age"
+            )
             found.differ(f"{SAMPLER}.name", chosen or asked, how)
         found.put_same(FRESHEST, f"{ASYNC}.sample_freshest_first")
         found.put_same(RECOMPUTES, f"{ASYNC}.recompute_kv_cache_after_weight_updates")
@@ -376,7 +418,11 @@ def _old_forms(found: Translation) -> None:
             found.refuse(USE_INDUCTOR, inductor, rule, "keep one of them")
         found.put(USE_INDUCTOR, inductor, f"{COMPILATION}.backend", backend)
     gym = found.given(USE_GYM)
-    if gym is not None and found.value_of(USE_GYM) is True and not any(key[:2] == ("data", "default") for key in found.written):
+    if (
+        gym is not None
+        and found.value_of(USE_GYM) is True
+        and not any(key[:2] == ("data", "default") for key in found.written)
+    ):
         # Older files have one line for what are now four: with NeMo Gym, all rows are its own.
         for name, value in GYM_DATA.items():
             found.put(USE_GYM, gym, f"data.default.{name}", value)
@@ -389,9 +435,14 @@ def _old_forms(found: Translation) -> None:
         for key, name in {("data", "default", "env_name"): "math", **named}.items():
             if kind in CHOICES and name == "math":
                 found.put(VERIFIER, verifier, ".".join(key), "mcqa")
-    # If a file has both, NeMo RL's Megatron reads the optimizer's. A user who names the other on the command line means that.
+    # If a file has both, NeMo RL's Megatron reads the optimizer's. A user who names the other on the command line means
+    # that.
     clip, norm = found.given(CLIP), found.given(NORM)
-    if clip is not None and found.value_of(f"{DTENSOR}.enabled") is not True and (norm is None or norm.origin != COMMAND_LINE):
+    if (
+        clip is not None
+        and found.value_of(f"{DTENSOR}.enabled") is not True
+        and (norm is None or norm.origin != COMMAND_LINE)
+    ):
         value = found.value_of(CLIP) or 0.0
         if isinstance(value, int | float) and value >= 0 and value != (found.value_of(NORM) or 0.0):
             found.put(CLIP, clip, NORM, value)

@@ -33,7 +33,9 @@ class Foreign:
     """A key of NeMo RL that no code of mrl reads."""
 
     reason: str
-    """Reason why the key has no effect; with a way out, also why other values are refused. A clause without a full stop."""
+    """Reason why the key has no effect; with a way out, also why other values are refused. A clause without a full
+    stop.
+    """
     same: tuple[object, ...] | None = None
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
     refused: tuple[object, ...] | str = "any"
@@ -55,7 +57,9 @@ class Foreign:
         """Tells whether `reason` is about a value; else it is unknown."""
         if not isinstance(self.refused, str):
             return value in self.refused
-        return isinstance(value, KINDS[self.refused]) and (not isinstance(value, bool) or self.refused in ("boolean", "any"))
+        return isinstance(value, KINDS[self.refused]) and (
+            not isinstance(value, bool) or self.refused in ("boolean", "any")
+        )
 
     @property
     def known(self) -> str:
@@ -70,7 +74,12 @@ _TABLES = yaml.load(Path(__file__).with_name("tables.yaml").read_bytes(), Loader
 def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -> Foreign:
     accepted, refused, beside = entry.get("accepted"), entry.get("refused"), entry.get("read_with")
     if refused is None:
-        kinds = [kind for kind, of_kind in KINDS.items() for value in accepted or () if value is not None and isinstance(value, of_kind)]
+        kinds = [
+            kind
+            for kind, of_kind in KINDS.items()
+            for value in accepted or ()
+            if value is not None and isinstance(value, of_kind)
+        ]
         refused = kinds[0] if kinds and not is_section else "any"
         assert refused != "text", f"say which values are refused: {entry}"
     return Foreign(
@@ -112,7 +121,9 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
 VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new, *_ in _TABLES["values"]}
 """(key, old value) -> present value."""
-NOTES: Mapping[tuple[str, object], str] = {(key, old): note for key, old, _, *notes in _TABLES["values"] for note in notes}
+NOTES: Mapping[tuple[str, object], str] = {
+    (key, old): note for key, old, _, *notes in _TABLES["values"] for note in notes
+}
 """(key, old value) -> a clause for those who wrote that value."""
 SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]
 """Key of the DTensor backend -> key of Megatron that takes the same value."""

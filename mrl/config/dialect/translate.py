@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's dialect: keys that have another name, another place or no meaning here, and the report of them.
 
-Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/dialect.md shows the tables.
+Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/dialect.md shows the
+tables.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Migration:
         for line in self.differences() or ():
             logger.info("Config: other than in NeMo RL: %s", line)
         if self.without_effect:
-            logger.info("Config: %s without effect here; `--check` lists them with the reasons", counted(len(self.without_effect), "key"))
+            logger.info(
+                "Config: %s without effect here; `--check` lists them with the reasons",
+                counted(len(self.without_effect), "key"),
+            )
 
 
 def _lines(notes: Iterable[Note]) -> list[str]:
@@ -83,7 +87,9 @@ def _lines(notes: Iterable[Note]) -> list[str]:
     lines = []
     for members in groups.values():
         key, setting, reason = members[0]
-        shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
+        shared = (
+            f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
+        )
         lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
     return lines
 
@@ -156,7 +162,10 @@ def entry_of(key: Key) -> Foreign | None:
     found = next((entry for entry in sections if entry is not None and entry.is_section), None)
     if found is not None or key[0] not in LIKE_POLICY or (found := entry_of(as_policy(key))) is None:
         return found
-    same = [accepted.replace("${policy.", f"${{{key[0]}.") if isinstance(accepted, str) else accepted for accepted in found.same or ()]
+    same = [
+        accepted.replace("${policy.", f"${{{key[0]}.") if isinstance(accepted, str) else accepted
+        for accepted in found.same or ()
+    ]
     beside = found.read_with and (_moved(found.read_with[0], key[0]), found.read_with[1])
     return replace(found, same=None if found.same is None else tuple(same), read_with=beside)
 
@@ -172,13 +181,21 @@ def is_foreign(key: Key, value: object) -> bool:
 def is_translated(key: Key) -> bool:
     """Tells whether this key is translated into others."""
     dotted = ".".join(as_policy(key))
-    return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
+    return (
+        dotted in TRANSLATED
+        or dotted in REWRITTEN
+        or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
+    )
 
 
-def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[Problem]) -> tuple[Settings, Migration]:
+def migrate(
+    settings: Settings, value_of: Callable[[str], object], problems: list[Problem]
+) -> tuple[Settings, Migration]:
     """The settings the schema takes, and the report. `value_of` resolves a key of `settings`; adds to `problems`."""
     report = Migration()
-    report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
+    report.renamed += [
+        f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as
+    ]
     translation = _translate_all(settings, value_of)
     report.translated += translation.lines
     problems += translation.problems
@@ -203,7 +220,10 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             continue
         # A key without effect at any value may have an expression that cannot be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
-        same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
+        same = [
+            value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other
+            for other in entry.same or ()
+        ]
         resolved = Setting(value, setting.origin)
         if entry.read_with is not None and value_of(entry.read_with[0]) != entry.read_with[1]:
             beside, needed = entry.read_with
@@ -229,12 +249,18 @@ def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Tra
 
         inner = translate(of_section, value_there) if of_section else Translation({}, value_there)
         for key, setting in inner.settings.items():
-            value = setting.value.replace("${policy.", f"${{{section}.") if isinstance(setting.value, str) else setting.value
+            value = (
+                setting.value.replace("${policy.", f"${{{section}.")
+                if isinstance(setting.value, str)
+                else setting.value
+            )
             found.settings[section, *key[1:]] = Setting(value, _moved(setting.origin, section))
         found.dropped |= {(section, *key[1:]) for key in inner.dropped}
         found.different += [((section, *key[1:]), setting, how) for key, setting, how in inner.different]
         found.lines += [_moved(line, section) for line in inner.lines]
-        found.problems += [problem.with_keys(lambda text, section=section: _moved(text, section)) for problem in inner.problems]
+        found.problems += [
+            problem.with_keys(lambda text, section=section: _moved(text, section)) for problem in inner.problems
+        ]
     return found
 
 

@@ -38,16 +38,21 @@ def check_algorithm(config: RunConfig, problems: Problems) -> None:
     if loss.use_cispo:
         others = {
             "loss_fn.disable_ppo_ratio=true leaves out the ratio that CISPO weights with": loss.disable_ppo_ratio,
-            "loss_fn.force_on_policy_ratio=true leaves out the ratio that CISPO weights with": loss.force_on_policy_ratio,
-            "CISPO weights tokens, and loss_fn.sequence_level_importance_ratios=true": loss.sequence_level_importance_ratios,
+            "loss_fn.force_on_policy_ratio=true has no ratio for CISPO's weights": loss.force_on_policy_ratio,
+            "CISPO weights tokens, and loss_fn.sequence_level_importance_ratios=true": (
+                loss.sequence_level_importance_ratios
+            ),
             "CISPO averages over tokens, and loss_fn.token_level_loss=false": not loss.token_level_loss,
-            f"CISPO has no loss for loss_fn.ratio_clip_c={spell(loss.ratio_clip_c)} to bound": loss.ratio_clip_c is not None,
+            f"CISPO has no loss for loss_fn.ratio_clip_c={spell(loss.ratio_clip_c)} to bound": loss.ratio_clip_c
+            is not None,
         }
         for rule in (rule for rule, is_so in others.items() if is_so):
             problems.add("loss_fn.use_cispo", rule, "set one of them back")
     for name, is_on in {"use_cispo": loss.use_cispo, "disable_ppo_ratio": loss.disable_ppo_ratio}.items():
         if is_on and loss.token_loss is not None:
-            problems.add(f"loss_fn.{name}", f"loss_fn.token_loss={loss.token_loss} takes its place", "leave one of them out")
+            problems.add(
+                f"loss_fn.{name}", f"loss_fn.token_loss={loss.token_loss} takes its place", "leave one of them out"
+            )
     if loss.ratio_clip_c is not None and loss.disable_ppo_ratio:
         rule = "loss_fn.disable_ppo_ratio=true leaves no ratio to clip"
         problems.add("loss_fn.ratio_clip_c", rule, "set it to null, or the other to false")
@@ -60,14 +65,19 @@ def check_algorithm(config: RunConfig, problems: Problems) -> None:
                 config.has_critic or estimator == "reinforce_plus_plus"
             ),
             "loss_fn.reference_policy_kl_penalty=0 leaves nothing to subtract": loss.reference_policy_kl_penalty == 0,
-            "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": not config.needs_old_logprobs,
+            "it needs old logprobs, which loss_fn.force_on_policy_ratio=true does not compute": (
+                not config.needs_old_logprobs
+            ),
             "the reference is not truncated, but policy.generation.top_p or top_k truncates the policy": truncates,
         }
         for rule in (rule for rule, is_so in others.items() if is_so):
             problems.add("loss_fn.use_kl_in_reward", rule, "set it to false, or change the other")
     batch, rollouts = config.policy.train_global_batch_size, config.grpo.num_rollouts_per_step
     if loss.force_on_policy_ratio and batch != rollouts:
-        rule = f"it is right for one update per step, and policy.train_global_batch_size={batch} makes several of {rollouts} rollouts"
+        rule = (
+            f"it is right for one update per step, and policy.train_global_batch_size={batch} makes several of "
+            f"{rollouts} rollouts"
+        )
         problems.add("loss_fn.force_on_policy_ratio", rule, "leave the latter out, or set this to false")
     _check_rewards(config, problems)
 
@@ -76,7 +86,11 @@ def _check_importance(config: RunConfig, problems: Problems) -> None:
     loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
     kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
     low = loss.truncated_importance_sampling_ratio_min
-    given = [f"{prefix}_{name}" for name, value in {"type": kind, "ratio": high, "ratio_min": low}.items() if value is not None]
+    given = [
+        f"{prefix}_{name}"
+        for name, value in {"type": kind, "ratio": high, "ratio_min": low}.items()
+        if value is not None
+    ]
     if not loss.use_importance_sampling_correction:
         for key in given:
             rule = "it bounds a weight that loss_fn.use_importance_sampling_correction=false leaves out"
@@ -91,24 +105,38 @@ def _check_importance(config: RunConfig, problems: Problems) -> None:
         rule = f"it leaves out what is outside two bounds, and {prefix}_ratio_min=null"
         problems.add(f"{prefix}_type", rule, "set the latter, to 0.5 for example")
     if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        rule = "it keeps weights of tokens, and loss_fn.sequence_level_importance_ratios=true has only weights of sequences"
+        rule = (
+            "it keeps weights of tokens, and loss_fn.sequence_level_importance_ratios=true has only weights of "
+            "sequences"
+        )
         problems.add(f"{prefix}_type", rule, "use tis or icepop")
 
 
 def _check_rewards(config: RunConfig, problems: Problems) -> None:
     grpo, penalties, ids = config.grpo, config.reward_penalties, config.reward_penalties.token_ids
-    low, high, scaling, shaping = grpo.advantage_clip_low, grpo.advantage_clip_high, grpo.reward_scaling, grpo.reward_shaping
+    low, high, scaling, shaping = (
+        grpo.advantage_clip_low,
+        grpo.advantage_clip_high,
+        grpo.reward_scaling,
+        grpo.reward_shaping,
+    )
     if low is not None and high is not None and low > high:
         problems.add("grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high={high:g}", "lower it")
     if grpo.adv_estimator.reward_weights is not None and grpo.adv_estimator.name != "gdpo":
         rule = f"it weights components that grpo.adv_estimator.name={grpo.adv_estimator.name} does not look at"
         problems.add("grpo.adv_estimator.reward_weights", rule, "use gdpo, or null")
     if scaling.enabled and scaling.source_min >= scaling.source_max:
-        problems.add("grpo.reward_scaling.source_min", f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}", "lower it")
+        problems.add(
+            "grpo.reward_scaling.source_min",
+            f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}",
+            "lower it",
+        )
     needed = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     missing = [f"grpo.reward_shaping.{name}" for name in needed if getattr(shaping, name) is None]
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and missing:
-        problems.add("grpo.reward_shaping.enabled", f"it needs {', '.join(missing)}", "set them, or stop_properly_penalty_coef")
+        problems.add(
+            "grpo.reward_shaping.enabled", f"it needs {', '.join(missing)}", "set them, or stop_properly_penalty_coef"
+        )
     if penalties.penalize_unwanted_tokens and not (ids and ids.unwanted):
         rule = "it needs reward_penalties.token_ids.unwanted"
         problems.add("reward_penalties.penalize_unwanted_tokens", rule, "list the tokens that no rollout may hold")
@@ -124,8 +152,14 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
         config.algorithm == "grpo" and config.compares_rollouts or config.rollouts.use_dynamic_sampling
     ):
         needs = "a baseline" if config.algorithm == "grpo" else f"{section}.use_dynamic_sampling=true"
-        problems.add(f"{section}.num_generations_per_prompt", f"{needs} compares the rollouts of a prompt", "use at least 2")
-    rollouts, batch, dp = config.rollouts.num_rollouts_per_step, config.policy.train_global_batch_size, config.data_parallel_size
+        problems.add(
+            f"{section}.num_generations_per_prompt", f"{needs} compares the rollouts of a prompt", "use at least 2"
+        )
+    rollouts, batch, dp = (
+        config.rollouts.num_rollouts_per_step,
+        config.policy.train_global_batch_size,
+        config.data_parallel_size,
+    )
     key = "policy.train_global_batch_size"
     sources = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]
     if rollouts % batch:
@@ -143,12 +177,21 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
     grpo = config.rollouts
     lag = grpo.async_grpo.max_lag_steps
     if lag > 0 and config.policy.generation.colocated.enabled:
-        rule = "engines that share their GPUs with the policy cannot sample while it trains (policy.generation.colocated.enabled=true)"
-        way_out = "set it to false, or policy.generation.colocated.enabled=false (with colocated.resources where there are GPUs)"
+        rule = (
+            "engines that share their GPUs with the policy cannot sample while it trains "
+            "(policy.generation.colocated.enabled=true)"
+        )
+        way_out = (
+            "set it to false, or policy.generation.colocated.enabled=false (with colocated.resources where "
+            "there are GPUs)"
+        )
         problems.add("grpo.async_grpo.enabled", rule, way_out)
     # One step old they are trained after a warning, as by NeMo RL's single controller.
     if lag > 1 and not config.loss_fn.use_importance_sampling_correction:
-        rule = f"rollouts up to grpo.async_grpo.max_trajectory_age_steps={lag} steps old are trained with weights that did not draw them"
+        rule = (
+            f"rollouts up to grpo.async_grpo.max_trajectory_age_steps={lag} steps old are trained with weights "
+            "that did not draw them"
+        )
         problems.add("loss_fn.use_importance_sampling_correction", rule, "set it to true")
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         rule = "without grpo.use_dynamic_sampling=true a step asks for as many prompts as it trains on"
@@ -167,7 +210,9 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
         problems.add(f"grpo.stop_at_validation_{given}", rule, "set both, or none of them")
     elif metric is not None and not config.data.has_validation:
         rule = "there is no validation, because data.validation=null and no training rows are held out"
-        problems.add("grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation")
+        problems.add(
+            "grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation"
+        )
 
 
 def check_supervised(config: RunConfig, problems: Problems) -> None:
@@ -178,12 +223,21 @@ def check_supervised(config: RunConfig, problems: Problems) -> None:
         rule = f"algorithm={algorithm} has no such metric, and checkpoints could not be ranked"
         problems.add("checkpointing.metric_name", rule, f"use val:{known['val'][0]}, or null")
     if config.training.max_num_steps == 0:
-        problems.add(f"{algorithm}.max_num_steps", "the run would train nothing", "use 1 or more, or -1 for whole epochs")
+        problems.add(
+            f"{algorithm}.max_num_steps", "the run would train nothing", "use 1 or more, or -1 for whole epochs"
+        )
     if algorithm == "dpo" and config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
-        problems.add("dpo.preference_loss_weight", "with dpo.sft_loss_weight=0 the run would train nothing", "raise one of them")
+        problems.add(
+            "dpo.preference_loss_weight", "with dpo.sft_loss_weight=0 the run would train nothing", "raise one of them"
+        )
     if "data" in config.checkpointing.allow_changes:
-        rule = f"algorithm={algorithm} takes rows by their place in the data: of others, some would come twice and some never"
-        problems.add("checkpointing.allow_changes", rule, "leave data out, and choose another checkpointing.checkpoint_dir")
+        rule = (
+            f"algorithm={algorithm} takes rows by their place in the data: of others, some would come twice and "
+            "some never"
+        )
+        problems.add(
+            "checkpointing.allow_changes", rule, "leave data out, and choose another checkpointing.checkpoint_dir"
+        )
     if config.policy.router_replay.enabled:
         rule = f"algorithm={algorithm} has no engines whose routes it could follow"
         problems.add("policy.router_replay.enabled", rule, "set it to false")
@@ -204,10 +258,15 @@ def check_head(config: RunConfig, problems: Problems) -> None:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
     megatron = config.policy.megatron_cfg
-    is_overlapped = megatron.distributed_data_parallel_config.overlap_grad_reduce and not megatron.optimizer.use_distributed_optimizer
+    is_overlapped = (
+        megatron.distributed_data_parallel_config.overlap_grad_reduce
+        and not megatron.optimizer.use_distributed_optimizer
+    )
     if megatron.pipeline_model_parallel_size > 1 and is_overlapped:
         rule = "the last stage's copy of tied embeddings has no gradient, for which Megatron would wait"
-        problems.add("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", rule, "set it to false")
+        problems.add(
+            "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", rule, "set it to false"
+        )
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:
@@ -222,7 +281,14 @@ def check_evaluation(config: RunConfig, problems: Problems) -> None:
 def check_own(config: RunConfig, problems: Problems) -> None:
     """Checks that each object named by a path exists and fits."""
     if config.has_engines:
-        _check(problems, "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ESTIMATOR, get_args(Estimator), "estimator")
+        _check(
+            problems,
+            "grpo.adv_estimator.name",
+            config.grpo.adv_estimator.name,
+            ESTIMATOR,
+            get_args(Estimator),
+            "estimator",
+        )
         if config.loss_fn.token_loss is not None:
             _check(problems, "loss_fn.token_loss", config.loss_fn.token_loss, LOSS)
         for name, path in config.env.own.functions.items():
@@ -230,7 +296,14 @@ def check_own(config: RunConfig, problems: Problems) -> None:
         for name, path in config.env.own.agents.items():
             _check(problems, f"env.own.agents.{name}", path, AGENT)
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
-        _check(problems, key_of("processor", config.data.default, dataset, key), dataset.processor, PROCESSOR, PROCESSORS, "processor")
+        _check(
+            problems,
+            key_of("processor", config.data.default, dataset, key),
+            dataset.processor,
+            PROCESSOR,
+            PROCESSORS,
+            "processor",
+        )
     for path in config.logger.own:
         _check(problems, "logger.own", path, LOGGER)
 

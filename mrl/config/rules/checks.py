@@ -26,11 +26,15 @@ from mrl.phases import ModelName
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[Problem]:
     """Every problem of a config. Rules that need a value which is not known are named, not applied."""
     problems, skipped = Problems(config, config.facts.origins), dict[str, list[str]]()
-    rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
+    rules = (
+        RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
+    )
     problems.group = "model"
     try:
         model = models.read_sizes(config, problems, ", ".join(MODEL_RULES))
-        rules |= {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
+        rules |= (
+            {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
+        )
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)
     rules |= {"critics and teachers": models.check_sections}
@@ -57,9 +61,15 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
             problems.tell("policy.tokenizer.name", tokenizer, models.NOT_CACHED, kind="to be provided")
         else:
             problems.add(
-                "policy.tokenizer.name", f"no such folder in {Path.cwd()}", "give the folder of the model's tokenizer", "to be provided"
+                "policy.tokenizer.name",
+                f"no such folder in {Path.cwd()}",
+                "give the folder of the model's tokenizer",
+                "to be provided",
             )
-    for key, folder in (("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir), ("logger.log_dir", config.logger.log_dir)):
+    for key, folder in (
+        ("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir),
+        ("logger.log_dir", config.logger.log_dir),
+    ):
         existing = existing_parent(folder)
         if not existing.is_dir():
             problems.add(key, f"{existing} is not a folder", "choose a folder that you may write", "to be provided")
@@ -69,19 +79,31 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
 
 def check_checkpointing(config: RunConfig, problems: Problems) -> None:
     """Checks that checkpoints can be ranked and kept by section `checkpointing`."""
-    section, metric_name, limit = config.checkpointing, config.checkpointing.metric_name, config.checkpointing.checkpoint_must_save_by
+    section, metric_name, limit = (
+        config.checkpointing,
+        config.checkpointing.metric_name,
+        config.checkpointing.checkpoint_must_save_by,
+    )
     if section.ft_save_period is not None and section.ft_keep_latest_k is None:
         rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
         problems.add("checkpointing.ft_save_period", rule, "set it, for example to 1")
     if metric_name is not None:
         stage, _, metric = metric_name.partition(":")
         if stage not in ("train", "val") or not metric:
-            problems.add("checkpointing.metric_name", "must be train:<metric> or val:<metric>", "write for example val:accuracy, or null")
+            problems.add(
+                "checkpointing.metric_name",
+                "must be train:<metric> or val:<metric>",
+                "write for example val:accuracy, or null",
+            )
         elif stage == "val" and section.enabled and not config.data.has_validation:
             rule = "there is no validation, because data.validation=null and no training rows are held out"
             problems.add("checkpointing.metric_name", rule, "use train:reward, or give data.validation")
     if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):
-        problems.add("checkpointing.checkpoint_must_save_by", "must be DD:HH:MM:SS after the start", "write for example 00:03:40:00")
+        problems.add(
+            "checkpointing.checkpoint_must_save_by",
+            "must be DD:HH:MM:SS after the start",
+            "write for example 00:03:40:00",
+        )
 
 
 @dataclass(frozen=True)
@@ -119,14 +141,19 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
             f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
         )
         problems.add(
-            "checkpointing.checkpoint_dir", rule, "free or choose another disk, or lower checkpointing.keep_top_k", "to be provided"
+            "checkpointing.checkpoint_dir",
+            rule,
+            "free or choose another disk, or lower checkpointing.keep_top_k",
+            "to be provided",
         )
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:
     """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; else None."""
     section = config.checkpointing
-    num_steps = config.training.max_num_steps if config.training.max_num_steps >= 0 else math.inf  # -1: as many as the data have
+    num_steps = (
+        config.training.max_num_steps if config.training.max_num_steps >= 0 else math.inf
+    )  # -1: as many as the data have
     # NeMo RL's files write "all" as a keep_top_k of a million.
     if section.keep_top_k is None or section.keep_top_k >= num_steps // section.save_period:
         return None
@@ -195,8 +222,8 @@ _OPTIMIZER_BYTES = 12
 def checkpoint_bytes(config: RunConfig, num_parameters: Mapping[ModelName, int]) -> dict[ModelName, int]:
     """Bytes of each of these models in a checkpoint: its weights, and with `save_optimizer` its optimizer states.
 
-    `num_parameters` is by model, of all or some `RunConfig.trained_models`. All parameters count as trained, but none with adapters
-    (LoRA), whose own states are negligible.
+    `num_parameters` is by model, of all or some `RunConfig.trained_models`. All parameters count as trained, but none
+    with adapters (LoRA), whose own states are negligible.
     """
     found: dict[ModelName, int] = {}
     for model, number in num_parameters.items():

@@ -56,7 +56,9 @@ def route_of(agent_name: str, config: EnvConfig) -> str | None:
 
 def is_agent(env_name: str, config: EnvConfig) -> bool:
     """Tells if an agent (the user's, or a server of NeMo Gym) handles the rows of an environment."""
-    return env_name in config.agents or (config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config)))
+    return env_name in config.agents or (
+        config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config))
+    )
 
 
 def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: str) -> str:
@@ -79,7 +81,9 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         _check_agents(config, problems)
     tables = section.workplace_assistant.tables_path
     if tables is not None and not os.path.exists(tables):
-        problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
+        problems.add(
+            "env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path"
+        )
     names = (*environment_names(section), *((NEMO_GYM,) if section.should_use_nemo_gym else ()))
     if config.data.default.env_name not in names:
         rule = "no such environment"
@@ -97,10 +101,18 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
     named |= {dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values()}
     if chat.tool_parser not in (None, *TOOL_PARSERS) and CALLS_TOOLS in named:
         rule = f"env.{CALLS_TOOLS} does not read this format of tool calls"
-        problems.add(f"{prefix}.tool_parser", rule, f"use a model with one of {', '.join(TOOL_PARSERS)}, or leave that environment out")
+        problems.add(
+            f"{prefix}.tool_parser",
+            rule,
+            f"use a model with one of {', '.join(TOOL_PARSERS)}, or leave that environment out",
+        )
     elif chat.tool_parser not in (None, *TOOL_PARSERS) and config.rollouts.invalid_tool_call_advantage is not None:
         rule = f"nobody reads calls in the format of {prefix}.tool_parser={chat.tool_parser}"
-        problems.add("grpo.invalid_tool_call_advantage", rule, f"set it to null, or use a model with one of {', '.join(TOOL_PARSERS)}")
+        problems.add(
+            "grpo.invalid_tool_call_advantage",
+            rule,
+            f"set it to null, or use a model with one of {', '.join(TOOL_PARSERS)}",
+        )
     if chat.reasoning_parser not in (None, *REASONING_PARSERS) and section.should_use_nemo_gym:
         rule = "environments of NeMo Gym grade what follows the thoughts, and do not know how this parser finds them"
         problems.add(f"{prefix}.reasoning_parser", rule, f"use a model with one of {', '.join(REASONING_PARSERS)}")
@@ -116,14 +128,21 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
         except ValueError:  # no port, or no host
             is_right = False
         if not is_right:
-            problems.add(f"env.remote.{name}", "an agent's server has an address that begins with http:// or https://", "give its URL")
+            problems.add(
+                f"env.remote.{name}",
+                "an agent's server has an address that begins with http:// or https://",
+                "give its URL",
+            )
     if not config.policy.generation.vllm_cfg.expose_http_server:
         rule = f"{key} names agents, which ask the engines over HTTP"
         problems.add("policy.generation.vllm_cfg.expose_http_server", rule, "leave it out, or set it to true")
     generation = config.policy.generation
     is_told_apart = (generation.val_temperature, generation.val_top_p) != (generation.temperature, generation.top_p)
     if config.env.has_gym_servers and generation.val_top_k != generation.top_k and not is_told_apart:
-        rule = f"{key} names servers, which ask with temperature and top_p alone, and by these it is not known whether they validate"
+        rule = (
+            f"{key} names servers, which ask with temperature and top_p alone, and by these it is not known "
+            "whether they validate"
+        )
         problems.add("policy.generation.val_top_k", rule, "use policy.generation.top_k, or another val_temperature")
 
 

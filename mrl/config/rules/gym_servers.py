@@ -34,10 +34,15 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
         key = f"{PREFIX}.command" if gym.command else f"{PREFIX}.head_server.host"
         problems.add(key, "no row goes to a server of NeMo Gym", "set env.should_use_nemo_gym=true, or leave it out")
     if gym.command and gym.head_server.host:
-        problems.add(f"{PREFIX}.command", f"{PREFIX}.head_server.host says that the servers run already", "leave one of them out")
+        problems.add(
+            f"{PREFIX}.command", f"{PREFIX}.head_server.host says that the servers run already", "leave one of them out"
+        )
     if gym.command and not ((words := _words(gym.command)) and shutil.which(words[0])):
         problems.add(
-            f"{PREFIX}.command", "no such program on this machine", "give the path of ng_run in NeMo Gym's environment", "to be provided"
+            f"{PREFIX}.command",
+            "no such program on this machine",
+            "give the path of ng_run in NeMo Gym's environment",
+            "to be provided",
         )
     if gym.head_server.host:
         _check_address(config, problems)
@@ -49,8 +54,8 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
             if judges := sorted(gym.judged & SERVERS.keys()):
                 rule += f" ({', '.join(judges)}: should_use_judge=true)"
             way_out = (
-                f"let the run start NeMo Gym's servers ({PREFIX}.command=PATH/ng_run), or start them and give {PREFIX}.head_server.host; "
-                "or leave these out"
+                f"let the run start NeMo Gym's servers ({PREFIX}.command=PATH/ng_run), or start them and give "
+                f"{PREFIX}.head_server.host; or leave these out"
             )
             problems.add(f"{PREFIX}.config_paths", rule, way_out, "to be provided")
         elif not gym.embedded:
@@ -89,11 +94,18 @@ def _check_address(config: RunConfig, problems: Problems) -> None:
     except ValueError:  # no port
         is_right = False
     if not is_right:
-        rule = f"{PREFIX}.head_server.host names servers that ask the gateway for the model, whose address they must know beforehand"
+        rule = (
+            f"{PREFIX}.head_server.host names servers that ask the gateway for the model, whose address they "
+            "must know beforehand"
+        )
         problems.add(f"{PREFIX}.policy_base_url", rule, f"give {form}, of this run's first node, as in their env.yaml")
     if not gym.policy_api_key:
         rule = f"{PREFIX}.head_server.host names servers that show a key to the gateway"
-        problems.add(f"{PREFIX}.policy_api_key", rule, "give the one of their env.yaml, from an environment variable: ${oc.env:NAME}")
+        problems.add(
+            f"{PREFIX}.policy_api_key",
+            rule,
+            "give the one of their env.yaml, from an environment variable: ${oc.env:NAME}",
+        )
 
 
 def describe_routes(config: RunConfig) -> str:
@@ -107,7 +119,9 @@ def describe_routes(config: RunConfig) -> str:
     if not elsewhere and not section.has_gym_servers:
         lines[0] += "; there is nothing else to start"
     else:
-        lines.append(f"on NeMo Gym's servers: rows of {', '.join(elsewhere) or 'all other agents'}; {_to_start(section)}")
+        lines.append(
+            f"on NeMo Gym's servers: rows of {', '.join(elsewhere) or 'all other agents'}; {_to_start(section)}"
+        )
     if section.agents:
         lines.append(f"by your agents: rows of {', '.join(section.agents)}")
     return "\n".join(lines)

@@ -14,7 +14,11 @@ from mrl.config.passthrough import Library, arguments_of
 from mrl.config.schema.run import RunConfig
 
 MAX_SUGGESTED_SIZE = 1024
-DENSE_SIZES = {"tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline", "context_parallel_size": "context"}
+DENSE_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+}
 EXPERT_SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert tensor",
@@ -81,13 +85,19 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
         key, size = (f"{_ENGINE}.expert_parallel_size", ep) if ep > tp else (f"{_ENGINE}.tensor_parallel_size", tp)
         rule = f"nodes hold whole engines or engines whole nodes, and {key}={size}{stages} divides neither"
         slots = f"the {per_node} slots of one nor, as a multiple, the {serving} that serve"
-        whole = [size for size in range(1, serving + 1) if per_node % size == 0 or (size % per_node == 0 and serving % size == 0)]
+        whole = [
+            size
+            for size in range(1, serving + 1)
+            if per_node % size == 0 or (size % per_node == 0 and serving % size == 0)
+        ]
         whole = [size for size in whole if ep <= tp or size == 1 or size % tp == 0]
         others = [*([f"{_ENGINE}.pipeline_parallel_size"] if pp > 1 else []), *_slot_keys(config)]
         way_out = f"{_use(whole)}{' workers' if pp > 1 else ''}"
         problems.add(key, f"{rule} {slots}", way_out, others=others)
     elif config.num_engines * num_workers > config.num_slots:
-        rule = f"engines of {num_workers} workers need {config.num_engines * num_workers} of the {config.num_slots} slots"
+        rule = (
+            f"engines of {num_workers} workers need {config.num_engines * num_workers} of the {config.num_slots} slots"
+        )
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
 
 
@@ -98,15 +108,23 @@ def _check_engine_groups(config: RunConfig, problems: Problems) -> None:
     if generation.vllm_cfg.pipeline_parallel_size > 1:
         problems.add(key, f"{groups}, and mrl makes them of one pipeline stage each", f"use {way_out}, or one stage")
     if generation.speculative_method is not None:
-        rule = f"{groups}, and proposed tokens are proven in engines of one, but policy.generation.vllm_kwargs has speculative_config"
+        rule = (
+            f"{groups}, and proposed tokens are proven in engines of one, but policy.generation.vllm_kwargs has "
+            "speculative_config"
+        )
         problems.add(key, rule, f"use {way_out}, or leave that out")
     if generation.vllm_kwargs.get("all2all_backend", _ALL_TO_ALL) != _ALL_TO_ALL:
-        rule = "groups exchange tokens as vLLM does by itself; for others it loads kernels that keep experts in an order of their own"
+        rule = (
+            "groups exchange tokens as vLLM does by itself; for others it loads kernels that keep experts in an "
+            "order of their own"
+        )
         problems.add("policy.generation.vllm_kwargs.all2all_backend", rule, f"set it to {_ALL_TO_ALL}")
     for name in ("kv_events_config", "kv_transfer_config", "ec_transfer_config", "enable_dbo"):
         if generation.vllm_kwargs.get(name):
             problems.add(
-                f"policy.generation.vllm_kwargs.{name}", "groups of an engine do not have it", f"leave it out, or use {way_out} as {key}"
+                f"policy.generation.vllm_kwargs.{name}",
+                "groups of an engine do not have it",
+                f"leave it out, or use {way_out} as {key}",
             )
 
 
@@ -115,7 +133,11 @@ def check_profiler(config: RunConfig, problems: Problems) -> None:
     if any(step < 1 for step in config.profiler.steps):
         problems.add("profiler.steps", "the first step is 1", "use steps from there on")
     if absent := [rank for rank in config.profiler.ranks if not 0 <= rank < config.num_policy_ranks]:
-        problems.add("profiler.ranks", f"there is no policy rank {absent[0]}", f"use ranks from 0 to {config.num_policy_ranks - 1}")
+        problems.add(
+            "profiler.ranks",
+            f"there is no policy rank {absent[0]}",
+            f"use ranks from 0 to {config.num_policy_ranks - 1}",
+        )
     if config.profiler.steps and config.profiler.tool == "nsys" and not config.cluster.gpus_per_node:
         problems.add("profiler.tool", "there are no GPUs to watch", "set it to torch")
 
@@ -125,7 +147,9 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     if _misses_dedicated(config, problems):
         return  # the slots of trainer and engines are unknown
     if config.policy.router_replay.enabled and model.experts == 0:
-        problems.add("policy.router_replay.enabled", "the model has no experts, so nothing is routed", "set it to false")
+        problems.add(
+            "policy.router_replay.enabled", "the model has no experts, so nothing is routed", "set it to false"
+        )
     check_trainer(config, model, problems)
     if not config.has_engines:
         return
@@ -149,28 +173,44 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     sizes = list(arguments_of("CPUAttentionBackend"))
     # On GPUs vLLM chooses a backend by the head size, at last FlexAttention, which takes any.
     if config.cluster.gpus_per_node == 0 and model.head_dim and str(model.head_dim) not in sizes:
-        rule = f"the model's head_dim is {model.head_dim}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
+        rule = (
+            f"the model's head_dim is {model.head_dim}, and vLLM's attention on hosts without GPUs has kernels "
+            f"for {', '.join(sizes)}"
+        )
         problems.add("policy.model_name", rule, "take a model of such a size, or GPUs (cluster.gpus_per_node)")
 
 
 def _check_engine_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    key, pp, num_layers = f"{_ENGINE}.pipeline_parallel_size", config.policy.generation.vllm_cfg.pipeline_parallel_size, len(model.layers)
+    key, pp, num_layers = (
+        f"{_ENGINE}.pipeline_parallel_size",
+        config.policy.generation.vllm_cfg.pipeline_parallel_size,
+        len(model.layers),
+    )
     if pp == 1:
         return
-    stages = [set("".join(model.layers[index] for index in VllmParallel(pp=pp).layers_of(stage, num_layers))) for stage in range(pp)]
+    stages = [
+        set("".join(model.layers[index] for index in VllmParallel(pp=pp).layers_of(stage, num_layers)))
+        for stage in range(pp)
+    ]
     # A Mamba-only stage supports other layouts of the cache than one with attention, and vLLM wants one for all.
     kinds = {"*": "attention", "M": "a Mamba mixer", "E": "experts"}
     needed = ("E" if "E" in set().union(*stages) else "") + ("*" if "*" in set().union(*stages) else "M")
-    lacking = [(stage, kinds[letter]) for letter in needed for stage, letters in enumerate(stages) if letter not in letters]
+    lacking = [
+        (stage, kinds[letter]) for letter in needed for stage, letters in enumerate(stages) if letter not in letters
+    ]
     if lacking:
-        rule = f"stage {lacking[0][0]} of the model's {num_layers} layers would have none with {lacking[0][1]}, which vLLM needs on each"
+        rule = (
+            f"stage {lacking[0][0]} of the model's {num_layers} layers would have none with {lacking[0][1]}, "
+            "which vLLM needs on each"
+        )
         problems.add(key, rule, "use fewer stages, or 1")
     if config.policy.router_replay.enabled:
         rule = "vLLM tells no routes of an engine with pipeline stages, and policy.router_replay.enabled=true"
         problems.add(key, rule, "set it to 1, and tensor_parallel_size higher")
     if config.policy.generation.speculative_method is not None:
         rule = (
-            "proposed tokens are proven only in engines without pipeline stages, and policy.generation.vllm_kwargs has speculative_config"
+            "proposed tokens are proven only in engines without pipeline stages, and "
+            "policy.generation.vllm_kwargs has speculative_config"
         )
         problems.add(key, rule, "set it to 1, or leave that out")
 
@@ -200,7 +240,10 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
     if colocated.enabled:
         return False
     if cluster.gpus_per_node == 0:
-        rule = "cluster.gpus_per_node=0, where dedicated engines add processes: policy.generation.num_cpu_engines times the workers of one"
+        rule = (
+            "cluster.gpus_per_node=0, where dedicated engines add processes: policy.generation.num_cpu_engines "
+            "times the workers of one"
+        )
         wrong = [name for name, value in given.items() if value is not None]
         for name in wrong:
             problems.add(f"{_RESOURCES}.{name}", rule, "set it to null")
@@ -215,7 +258,11 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
         way_out = f"use 1 to {available - 1}" if available > 1 else "set policy.generation.colocated.enabled=true"
         problems.add(f"{_RESOURCES}.{name}", f"{of_own} cluster.{name}={available}, the policy the rest", way_out)
     if is_wrong:
-        problems.add(f"{_RESOURCES}.{other}", f"with cluster.num_nodes={cluster.num_nodes} it can only be {whole}", "set it to null")
+        problems.add(
+            f"{_RESOURCES}.{other}",
+            f"with cluster.num_nodes={cluster.num_nodes} it can only be {whole}",
+            "set it to null",
+        )
     return is_missing or is_wrong
 
 
@@ -237,10 +284,18 @@ def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Probl
 
 def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     megatron = config.policy.megatron_cfg
-    tp, ep, etp = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    tp, ep, etp = (
+        megatron.tensor_model_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_parallel_size,
+    )
     _check_tensor_parallel(f"{_MEGATRON}.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
     if model.experts == 0 and ep * etp > 1:
-        problems.add(f"{_MEGATRON}.expert_model_parallel_size", "the model has no experts", "set it and expert_tensor_parallel_size to 1")
+        problems.add(
+            f"{_MEGATRON}.expert_model_parallel_size",
+            "the model has no experts",
+            "set it and expert_tensor_parallel_size to 1",
+        )
     else:
         if model.experts % ep:
             rule = f"does not divide the model's {model.experts} experts"
@@ -260,7 +315,10 @@ def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     heads, groups = model.mamba_heads // tp, model.mamba_groups // tp
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
     if heads and megatron.context_parallel_size not in sizes:
-        rule = f"does not divide the {heads} Mamba heads of a tensor-parallel rank, or neither divides its {groups} Mamba groups nor is a"
+        rule = (
+            f"does not divide the {heads} Mamba heads of a tensor-parallel rank, or neither divides its "
+            f"{groups} Mamba groups nor is a"
+        )
         problems.add(f"{_MEGATRON}.context_parallel_size", f"{rule} multiple", _use(sizes))
 
 
@@ -276,12 +334,18 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         rule = f"a first or last stage has layers of its own only among several, and {key}=1"
         problems.add(key, rule, "set both to null, or this above 1", others=names)
     elif rest < others or (rest % others if others else rest):
-        rule = f"the other {others} stages need equal numbers of layers, and {rest} of the model's {num_layers} are left for them"
+        rule = (
+            f"the other {others} stages need equal numbers of layers, and {rest} of the model's {num_layers} "
+            "are left for them"
+        )
         if not given:
             rule = f"does not divide the model's {num_layers} layers"
         elif rest < 0 or not others:
             rule = f"the first and last stage are given {sum(given)} layers, and the model has {num_layers}"
-        way_out = "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
+        way_out = (
+            "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage "
+            "so that the rest divides"
+        )
         problems.add(key, rule, way_out)
     elif megatron.parallel.vpp > 1 and model.model_class == "mamba":
         rule = "Megatron's hybrid models have no virtual stages"
@@ -321,7 +385,10 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
         rule = "engines on hosts without GPUs keep keys and values in the model's type, and cluster.gpus_per_node=0"
         problems.add(f"{_ENGINE}.kv_cache_dtype", rule, "set it to auto")
     if (vllm.max_num_batched_tokens or math.inf) < (vllm.max_num_seqs or 1):
-        rule = f"an engine step needs a token for each of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts"
+        rule = (
+            "an engine step needs a token for each of "
+            f"policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts"
+        )
         problems.add(f"{_ENGINE}.max_num_batched_tokens", rule, f"use at least {vllm.max_num_seqs}")
     if "" in (generation.stop_strings or ()):
         problems.add(f"{_GENERATION}.stop_strings", "every text ends with an empty one", "leave that out")
@@ -345,7 +412,9 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
             continue
         elif name in PARSERS_OF_MODELS:
             way_out = f"name the file in {_ENGINE}.{kind}_plugin"
-            problems.add(f"{prefix}.{kind}", f"its file comes with {PARSERS_OF_MODELS[name]}", way_out, "to be provided")
+            problems.add(
+                f"{prefix}.{kind}", f"its file comes with {PARSERS_OF_MODELS[name]}", way_out, "to be provided"
+            )
         else:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             rule = f"vLLM has no parser of that name, the nearest is {nearest}"

@@ -44,7 +44,9 @@ TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
     "routing": training.check_routing,
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
 }
-"""Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json. Names as in `mrl.config.rules.checks`."""
+"""Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json. Names as in
+`mrl.config.rules.checks`.
+"""
 _CLASSES = ("ForCausalLM", "ForSequenceClassification")
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
@@ -74,8 +76,13 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
     for key, name in used.items():
         with suppress(OSError, ValueError):
             if has_reward_head(Path(name)):
-                rule = f"it has the head of a reward model (score.weight), for which algorithm={config.algorithm} has no use here"
-                problems.tell(key, name, rule, "take a language model: heads are of value.model_name, and of algorithm=rm")
+                rule = (
+                    f"it has the head of a reward model (score.weight), for which algorithm={config.algorithm} "
+                    "has no use here"
+                )
+                problems.tell(
+                    key, name, rule, "take a language model: heads are of value.model_name, and of algorithm=rm"
+                )
 
 
 def check_engine_files(config: RunConfig, problems: Problems) -> None:
@@ -92,7 +99,10 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
             problems.tell("policy.model_name", folder, rule, "name the one that ends with ForCausalLM")
         if has_output_alone(stored_tensors(folder), hf_config):
             rule = f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read"
-            way_out = "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and name the new folder"
+            way_out = (
+                "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and "
+                "name the new folder"
+            )
             problems.tell("policy.model_name", folder, rule, way_out)
 
 
@@ -112,7 +122,9 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
             problems.tell("policy.model_name", name, error)
         else:
             reason = NOT_CACHED if is_hub_id(name) else str(error)
-            problems.add("policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", "not checked")
+            problems.add(
+                "policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", "not checked"
+            )
         return None
 
 
@@ -173,9 +185,14 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
         # Keys inherited from a GRPO config may stay.
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
             if config.facts.origins.get(key, "").startswith("command line"):
-                problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
+                problems.add(
+                    key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}"
+                )
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
-            rule, way_out = "algorithm=distillation has nobody to learn from", "give teacher.model_name, the folder of a model or its id"
+            rule, way_out = (
+                "algorithm=distillation has nobody to learn from",
+                "give teacher.model_name, the folder of a model or its id",
+            )
             problems.tell("teacher", None, rule, way_out)
     for model, section in config.teachers.items():
         if section.megatron_cfg.peft.enabled:
@@ -189,7 +206,9 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
     if given is None or not given.enabled:
         if estimator == "opd":
             problems.add(
-                "grpo.adv_estimator.name", "opd compares with teachers, and there are none", f"set {key}.enabled=true, or use grpo"
+                "grpo.adv_estimator.name",
+                "opd compares with teachers, and there are none",
+                f"set {key}.enabled=true, or use grpo",
             )
         return
     if config.algorithm != "grpo":
@@ -198,10 +217,16 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
         return
     if estimator != "opd":
         rule = f"the teachers' logprobs would be unused: grpo.adv_estimator.name={estimator} does not read them"
-        problems.add(f"{key}.enabled", rule, f"use opd, with {key}.orm_advantage_weight for the reward's share, or set this to false")
+        problems.add(
+            f"{key}.enabled",
+            rule,
+            f"use opd, with {key}.orm_advantage_weight for the reward's share, or set this to false",
+        )
     names = given.teacher_model_by_agent_name
     if not names:
-        problems.add(f"{key}.teacher_model_by_agent_name", "no row has a teacher", "give a model for each agent or environment")
+        problems.add(
+            f"{key}.teacher_model_by_agent_name", "no row has a teacher", "give a model for each agent or environment"
+        )
     elif given.default_teacher_alias is not None and given.default_teacher_alias not in names:
         rule = f"it is none of the names in {key}.teacher_model_by_agent_name ({', '.join(names)})"
         problems.add(f"{key}.default_teacher_alias", rule, "use one of them, or null")
@@ -212,8 +237,13 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
             problems.add(f"{key}.non_colocated_teachers.teacher_overrides", rule, way_out)
     if given.use_orm_advantage != (given.orm_advantage_weight > 0):
         rule = f"{key}.use_orm_advantage={str(given.use_orm_advantage).lower()} does not go with it"
-        problems.add(f"{key}.orm_advantage_weight", rule, "give the reward a weight above 0 and set that to true, or 0 and false")
+        problems.add(
+            f"{key}.orm_advantage_weight", rule, "give the reward a weight above 0 and set that to true, or 0 and false"
+        )
     generation = config.policy.generation
     if generation.top_p < 1.0 or generation.top_k is not None:
-        rule = "teachers' logprobs are of the whole vocabulary, but policy.generation.top_p or top_k truncates the policy's"
+        rule = (
+            "teachers' logprobs are of the whole vocabulary, but policy.generation.top_p or top_k truncates the "
+            "policy's"
+        )
         problems.add(f"{key}.enabled", rule, "set top_p=1 and top_k=null")

@@ -22,7 +22,12 @@ _KWARGS, _IN_ORDER = "policy.generation.vllm_kwargs", LAYOUT_ARGUMENTS["moe_back
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 OF_BIASES = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
-OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_token_dispatcher_type")
+OF_EXPERTS = (
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_token_dispatcher_type",
+)
 
 
 def _is_idle(config: RunConfig, name: str) -> bool:
@@ -51,15 +56,25 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     ),
     "policy.generation.top_k": (
         lambda config: config.has_engines and config.policy.generation.top_k == 1,
-        "the rollouts of a group are alike, and teach nothing; leave it out; validation has policy.generation.val_top_k",
+        (
+            "the rollouts of a group are alike, and teach nothing; leave it out; validation has "
+            "policy.generation.val_top_k"
+        ),
     ),
     f"{_KWARGS}.moe_backend": (
-        lambda config: config.has_engines and config.policy.generation.vllm_kwargs.get("moe_backend", _IN_ORDER) != _IN_ORDER,
-        f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit writes; leave it out",
+        lambda config: (
+            config.has_engines and config.policy.generation.vllm_kwargs.get("moe_backend", _IN_ORDER) != _IN_ORDER
+        ),
+        (
+            f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit "
+            "writes; leave it out"
+        ),
     ),
     "loss_fn.use_importance_sampling_correction": (
         lambda config: (
-            config.has_engines and config.rollouts.async_grpo.max_lag_steps == 1 and not config.loss_fn.use_importance_sampling_correction
+            config.has_engines
+            and config.rollouts.async_grpo.max_lag_steps == 1
+            and not config.loss_fn.use_importance_sampling_correction
         ),
         "rollouts of one step before are trained as if the present weights had drawn them; "
         "set it to true, or watch train/gen_kl_error, which says how far apart the two are",
@@ -118,7 +133,11 @@ def find_doubts(config: RunConfig) -> list[str]:
 def _check_experts(config: RunConfig, problems: Problems) -> None:
     """Warns about keys of experts, or of their biases, on a model without. ValueError: the model is not known."""
     model, megatron, default = read_model(Path(config.policy.model_name)), config.policy.megatron_cfg, MegatronConfig()
-    missing, keys = ("experts", OF_EXPERTS) if not model.experts else ("biases of experts", () if model.has_expert_bias else OF_BIASES)
+    missing, keys = (
+        ("experts", OF_EXPERTS)
+        if not model.experts
+        else ("biases of experts", () if model.has_expert_bias else OF_BIASES)
+    )
     if given := [name for name in keys if getattr(megatron, name) not in (getattr(default, name), False)]:
         rule = f"the model has no {missing}, so these have no effect: {', '.join(given)}"
         problems.add(f"policy.megatron_cfg.{given[0]}", rule, "leave them out")
@@ -136,12 +155,16 @@ def _check_memory(config: RunConfig, problems: Problems) -> None:
     if megatron.peft.enabled:
         gradients, optimizer = 0, 0.0
     # A lower bound: as if all parameters were experts, and all ranks shared the optimizer.
-    cuts = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.expert_model_parallel_size
+    cuts = (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.expert_model_parallel_size
+    )
     num_bytes = num_parameters * ((weights + gradients) / min(cuts, ranks) + optimizer / ranks)
     if num_bytes > COMMON_GPU_BYTES:
         rule = (
-            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB on each of "
-            f"{counted(ranks, 'GPU')}; most have {COMMON_GPU_BYTES / 1e9:.0f}"
+            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take "
+            f"{num_bytes / 1e9:,.0f} GB on each of {counted(ranks, 'GPU')}; most have {COMMON_GPU_BYTES / 1e9:.0f}"
         )
         offload = f"{_OPTIMIZER}.optimizer_cpu_offload with optimizer_offload_fraction=1"
         way_out = f"more GPUs, larger parallel sizes, {offload}, or policy.megatron_cfg.peft.enabled=true"

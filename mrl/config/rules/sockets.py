@@ -12,9 +12,13 @@ from mrl.config.schema.run import RunConfig
 MAX_PATH_BYTES = 107
 """sun_path of unix(7), without the zero at its end."""
 RAY_SOCKET = "mrl-ray-12345678/ray/session_2000-01-01_00-00-00_123456_4194304/sockets/plasma_store"
-"""Ray's longest path below the folder, with a process id of seven digits, for a run on one node; others use the launcher's Ray."""
+"""Ray's longest path below the folder, with a process id of seven digits, for a run on one node; others use the
+launcher's Ray.
+"""
 ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
-"""Longest socket name of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
+"""Longest socket name of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are
+shorter.
+"""
 
 
 def longest_folder(socket: str) -> int:
@@ -24,17 +28,23 @@ def longest_folder(socket: str) -> int:
 
 def check_sockets(config: RunConfig, problems: Problems) -> None:
     """Checks that the folders for temporary files leave room for the names of sockets."""
-    socket, whose = (RAY_SOCKET, "Ray's sockets") if config.cluster.num_nodes == 1 else (ENGINE_SOCKET, "the engines' sockets")
+    socket, whose = (
+        (RAY_SOCKET, "Ray's sockets") if config.cluster.num_nodes == 1 else (ENGINE_SOCKET, "the engines' sockets")
+    )
     folders = [("TMPDIR", tempfile.gettempdir(), socket, whose)]
     for key, variables in (
         ("policy.megatron_cfg.env_vars", config.policy.megatron_cfg.env_vars),
         ("policy.generation.vllm_cfg.env_vars", config.policy.generation.vllm_cfg.env_vars),
     ):
         folders += [
-            (f"{key}.{name}", (variables or {}).get(name, ""), ENGINE_SOCKET, "sockets") for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")
+            (f"{key}.{name}", (variables or {}).get(name, ""), ENGINE_SOCKET, "sockets")
+            for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")
         ]
     for name, folder, socket, whose in folders:
         size, most = len(os.fsencode(folder)), longest_folder(socket)
         if size > most:
-            rule = f"{whose} are created below it, and their paths have at most {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
+            rule = (
+                f"{whose} are created below it, and their paths have at most {MAX_PATH_BYTES} bytes: it may "
+                f"have {most}, and has {size}"
+            )
             problems.tell(name, folder, rule, "set it to a shorter folder of this host, such as /tmp", "to be provided")

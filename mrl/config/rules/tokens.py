@@ -67,13 +67,17 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
     elif 0 < columns < needed:
         problems.tell(key, named, f"{size}, and {read} has {needed:,} tokens", way_out)
     elif is_teacher and 0 < columns < student:
-        rule = f"{size}, and the student's {student:,}: the student may draw tokens of which the teacher has no embedding"
+        rule = (
+            f"{size}, and the student's {student:,}: the student may draw tokens of which the teacher has no embedding"
+        )
         problems.tell(key, named, rule, "take a teacher of that size or more, or a smaller student")
     elif is_teacher and 0 < student < columns and difference is None:
         missing = "cannot be checked without tokenizer.json of both: whether their tokens are the same"
         problems.tell(key, named, f"{size}, and the student's {student:,}", missing, "not checked")
     if is_teacher and 0 < (student or columns) < config.num_taught_logits:
-        problems.add("distillation.topk_logits_k", f"the vocabulary has {student or columns:,} tokens", "use that number or less")
+        problems.add(
+            "distillation.topk_logits_k", f"the vocabulary has {student or columns:,} tokens", "use that number or less"
+        )
 
 
 def token_difference(student: Path, teacher: Path) -> str | None:
@@ -89,7 +93,10 @@ def token_difference(student: Path, teacher: Path) -> str | None:
             return "the files tokenizer.model differ"
         mine, other = _tokens(ours), _tokens(theirs)
         different = [token for token in mine | other if mine.get(token) != other.get(token)]
-        shown = ", ".join(f"{json.dumps(token)} is {mine.get(token, 'none')} and {other.get(token, 'none')}" for token in different[:SHOWN])
+        shown = ", ".join(
+            f"{json.dumps(token)} is {mine.get(token, 'none')} and {other.get(token, 'none')}"
+            for token in different[:SHOWN]
+        )
         return f"{len(different):,} of {len(mine | other):,} have other ids, such as {shown}" if different else ""
     return None
 
@@ -107,7 +114,9 @@ def _tokens(path: Path) -> dict[str, int]:
     try:
         return _ids(read_json(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name} cannot be read as a list of tokens: {error!r:.200}; download it again") from error
+        raise ValueError(
+            f"{path.name} cannot be read as a list of tokens: {error!r:.200}; download it again"
+        ) from error
 
 
 def _added_ids(tokenizer: Path) -> list[int]:

@@ -35,13 +35,28 @@ def doubt_rows(config: RunConfig, problems: Problems) -> None:
     if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences
         name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
         longest = math.ceil(total / multiple) * multiple
-        others = ["policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by", f"policy.{name}.sequence_length_round"]
-        others += [f"{_MEGATRON}.{size}" for size in ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")]
-        for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+        others = [
+            "policy.max_total_sequence_length",
+            "policy.make_sequence_length_divisible_by",
+            f"policy.{name}.sequence_length_round",
+        ]
+        others += [
+            f"{_MEGATRON}.{size}"
+            for size in ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
+        ]
+        for key, tokens in (
+            ("train_mb_tokens", section.train_mb_tokens),
+            ("logprob_mb_tokens", section.logprob_mb_tokens),
+        ):
             if tokens < longest:
                 key = f"policy.{name}.{key}"
-                rule = f"policy.max_total_sequence_length={total}, padded to a multiple of {multiple}, exceeds a row of {key}={tokens}"
-                problems.add(key, f"{rule}: the run ends at a sequence of more", f"use at least {longest} there", others=others)
+                rule = (
+                    f"policy.max_total_sequence_length={total}, padded to a multiple of {multiple}, exceeds a "
+                    f"row of {key}={tokens}"
+                )
+                problems.add(
+                    key, f"{rule}: the run ends at a sequence of more", f"use at least {longest} there", others=others
+                )
 
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
@@ -68,7 +83,11 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         rule = "Megatron cannot load checkpoints of any other optimizer on the host"
         problems.add(f"{prefix}.optimizer_cpu_offload", rule, f"set {' and '.join(missing)}, or it to false")
     if optimizer.bf16 != (policy.precision == "bfloat16"):
-        problems.add(f"{prefix}.bf16", f"must agree with policy.precision={policy.precision}", f"set it to {spell(not optimizer.bf16)}")
+        problems.add(
+            f"{prefix}.bf16",
+            f"must agree with policy.precision={policy.precision}",
+            f"set it to {spell(not optimizer.bf16)}",
+        )
     if optimizer.clip_grad != policy.max_grad_norm:
         rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
         problems.add(f"{prefix}.clip_grad", rule, "leave it out, and it follows")
@@ -82,7 +101,10 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{prefix}.lr_warmup_iters", rule, f"use at most {decay - 1}")
     start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
     if end < start or (end != start and scheduler.weight_decay_incr_style == "constant"):
-        rule = f"must equal {prefix}.start_weight_decay={start:g}, or exceed it with a weight_decay_incr_style that is not constant"
+        rule = (
+            f"must equal {prefix}.start_weight_decay={start:g}, or exceed it with a weight_decay_incr_style "
+            "that is not constant"
+        )
         problems.add(f"{prefix}.end_weight_decay", rule, "leave both out, and they follow the optimizer's")
 
 
@@ -92,10 +114,18 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
     if modules is None:
         return
     if config.policy.megatron_cfg.recompute_granularity == "full":
-        problems.add(key, "policy.megatron_cfg.recompute_granularity=full recomputes everything", "set it to null, or that to selective")
+        problems.add(
+            key,
+            "policy.megatron_cfg.recompute_granularity=full recomputes everything",
+            "set it to null, or that to selective",
+        )
         return
     if not modules:
-        problems.add(key, "it names nothing", "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false")
+        problems.add(
+            key,
+            "it names nothing",
+            "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false",
+        )
     absent = {
         "mlp": "" if model.ffn else "dense MLP layers",
         "moe": "" if model.experts else "experts",
@@ -121,7 +151,10 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         rule = "the model's routers have a bias per expert, and the engines route as the model says"
         problems.add(f"{_MEGATRON}.moe_router_enable_expert_bias", rule, "leave it out")
     if megatron.model_overrides.get("moe_router_fusion") and config.policy.router_replay.enabled:
-        rule = "Transformer Engine's router chooses by itself, and policy.router_replay.enabled=true replays the engines' choice"
+        rule = (
+            "Transformer Engine's router chooses by itself, and policy.router_replay.enabled=true replays the "
+            "engines' choice"
+        )
         problems.add(f"{_MEGATRON}.model_overrides.moe_router_fusion", rule, "leave out the one or the other")
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
@@ -129,7 +162,11 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         problems.add(f"{_MEGATRON}.moe_aux_loss_coeff", rule, "set it to 0, or choose a type of loss")
     elif kind != "none" and coefficient == 0:
         rule = "a loss of policy.megatron_cfg.moe_aux_loss_coeff=0 changes nothing"
-        problems.add(f"{_MEGATRON}.moe_router_load_balancing_type", rule, "set it to none, or the coefficient above 0, for example to 1e-3")
+        problems.add(
+            f"{_MEGATRON}.moe_router_load_balancing_type",
+            rule,
+            "set it to none, or the coefficient above 0, for example to 1e-3",
+        )
 
 
 def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
@@ -149,7 +186,11 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
         problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
     elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
-        problems.add(key, "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1", no_deepep)
+        problems.add(
+            key,
+            "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1",
+            no_deepep,
+        )
     elif dispatcher == "flex" and megatron.moe_router_dtype == "fp64":
         rule = "policy.megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
         problems.add(f"{_MEGATRON}.moe_router_dtype", rule, "set it to fp32")
@@ -159,7 +200,10 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         rule = f"it needs policy.megatron_cfg.moe_token_dispatcher_type=alltoall, not {dispatcher}"
         problems.add(overlap, rule, "set it to false, or choose that dispatcher")
     if megatron.activation_checkpointing and "shared_experts" in (megatron.recompute_modules or ()):
-        rule = "policy.megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where they do not overlap"
+        rule = (
+            "policy.megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where "
+            "they do not overlap"
+        )
         problems.add(overlap, rule, "set it to false")
     if model.latent:
         problems.add(overlap, "Megatron has no overlap for the model's latent experts", "set it to false")
@@ -177,7 +221,9 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
         rule = "MTP layers learn from rejected answers, too, and would train the model towards them"
         problems.add(key, rule, f"set it to 0, or {_MEGATRON}.mtp_detach_heads to true")
     if megatron.peft.enabled:
-        problems.add(key, f"{_MEGATRON}.peft.enabled=true trains adapters alone", "set it to 0, or train without adapters")
+        problems.add(
+            key, f"{_MEGATRON}.peft.enabled=true trains adapters alone", "set it to 0, or train without adapters"
+        )
     if found == 0:
         problems.add(key, "the model has no MTP layers (num_nextn_predict_layers of its config.json)", "set it to 0")
     elif megatron.mtp_use_repeated_layer and found != 1:
@@ -185,7 +231,9 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
         problems.add(repeats, rule, f"set it to false, and {key} to {found}")
     elif not megatron.mtp_use_repeated_layer and megatron.mtp_num_layers != found:
         way_out = f"set it to {found}" + (f", or {repeats} to true" if found == 1 else "")
-        problems.add(key, f"the model has MTP layers for {found} tokens (num_nextn_predict_layers of its config.json)", way_out)
+        problems.add(
+            key, f"the model has MTP layers for {found} tokens (num_nextn_predict_layers of its config.json)", way_out
+        )
 
 
 def check_trained(config: RunConfig, problems: Problems) -> None:
@@ -216,23 +264,38 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
             problems.tell(f"{prefix}.{key}", spell(patterns), error)
     zeros = [peft.lora_A_init_method, peft.lora_B_init_method].count("zero")
     if zeros != 1:
-        rule = f"with peft.lora_A_init_method={peft.lora_A_init_method}, training would not start from the model's own weights"
+        rule = (
+            f"with peft.lora_A_init_method={peft.lora_A_init_method}, training would not start from the model's "
+            "own weights"
+        )
         if zeros:
             rule = "with peft.lora_A_init_method=zero too, no gradient would ever reach the adapters"
         problems.add(f"{prefix}.lora_B_init_method", rule, "set one of the two to zero")
     if peft.lora_dtype == "float32" and config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
-        rule = "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads bfloat16 weights only"
+        rule = (
+            "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads "
+            "bfloat16 weights only"
+        )
         problems.add(f"{prefix}.lora_dtype", rule, "leave it out")
     has_bias = read_model(Path(config.policy.model_name)).has_expert_bias
     if has_bias and config.policy.megatron_cfg.moe_router_bias_update_rate > 0:
-        rule = "the router's biases belong to the model, which adapters leave as it is, and an exported adapter would lack them"
+        rule = (
+            "the router's biases belong to the model, which adapters leave as it is, and an exported adapter "
+            "would lack them"
+        )
         problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
-        problems.add(f"{prefix}.lora_dtype", "adapters cannot be coarser than policy.precision=float32", "leave it out, and it follows")
+        problems.add(
+            f"{prefix}.lora_dtype",
+            "adapters cannot be coarser than policy.precision=float32",
+            "leave it out, and it follows",
+        )
 
 
 METHODS = ("mtp", "ngram")
-"""Methods of speculation without other weights than a refit brings: the model's own MTP layers, and n-grams of earlier tokens."""
+"""Methods of speculation without other weights than a refit brings: the model's own MTP layers, and n-grams of earlier
+tokens.
+"""
 
 _KWARGS = "policy.generation.vllm_kwargs"
 _SECTION = f"{_KWARGS}.speculative_config"
@@ -249,7 +312,11 @@ def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) 
         rule = "proposes with weights that no refit brings, or by a kernel that mrl has not proven exact"
         problems.add(f"{_SECTION}.method" if method else _SECTION, rule, f"use method {' or '.join(METHODS)}")
     if not speculation.get("num_speculative_tokens"):
-        problems.add(_SECTION, "it does not say how many tokens are proposed at once", "set num_speculative_tokens, for example to 1")
+        problems.add(
+            _SECTION,
+            "it does not say how many tokens are proposed at once",
+            "set num_speculative_tokens, for example to 1",
+        )
     if method == "mtp" and model.num_mtp_steps != 1:
         rule = f"the model's num_nextn_predict_layers is {model.num_mtp_steps}, and vLLM's drafter has 1"
         problems.add(f"{_SECTION}.method", rule, "use ngram, which needs none")

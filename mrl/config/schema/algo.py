@@ -16,29 +16,46 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 class AsyncGrpoConfig:
     """Samples later rollouts while a step trains. `enabled` needs dedicated engines and importance sampling correction.
 
-    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. What was generated and not
-    trained is kept for a resumed run (`checkpointing.keep_rollouts_gb`), or generated again. Without `in_flight_weight_updates` and
-    `sample_freshest_first`, a run is a function of config, seed and the steps at which it was resumed, where the engines' arithmetic is
-    batch-invariant (hosts without GPUs); with either, it depends on how fast the machines are.
+    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. What was
+    generated and not trained is kept for a resumed run (`checkpointing.keep_rollouts_gb`), or generated again. Without
+    `in_flight_weight_updates` and `sample_freshest_first`, a run is a function of config, seed and the steps at which
+    it was resumed, where the engines' arithmetic is batch-invariant (hosts without GPUs); with either, it depends on
+    how fast the machines are.
     """
 
     enabled: bool = False
-    """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps older."""
+    """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps
+    older.
+    """
     max_trajectory_age_steps: Count = 1
-    """Largest age of a rollout in steps when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
+    """Largest age of a rollout in steps when it is trained on, counted from the weights that drew its first token; 0 is
+    synchronous.
+    """
     max_generation_failures: Count = 0
-    """Consecutive deaths of a restarted engine before it has finished a rollout; at one more the run ends with exit code 1."""
+    """Consecutive deaths of a restarted engine before it has finished a rollout; at one more the run ends with exit
+    code 1.
+    """
     in_flight_weight_updates: bool = False
-    """Unfinished rollouts go on with new weights; each token keeps the logprob of its own weights. false: wait for them before a refit."""
+    """Unfinished rollouts go on with new weights; each token keeps the logprob of its own weights. false: wait for them
+    before a refit.
+    """
     recompute_kv_cache_after_weight_updates: bool = False
-    """Unfinished rollouts compute their KV cache anew with new weights. false: they keep the old one. New rollouts never share it."""
+    """Unfinished rollouts compute their KV cache anew with new weights. false: they keep the old one. New rollouts
+    never share it.
+    """
     sample_freshest_first: bool = False
-    """A step takes the freshest groups that are ready, and older ones may be generated again. false: it takes its prompts in order."""
+    """A step takes the freshest groups that are ready, and older ones may be generated again. false: it takes its
+    prompts in order.
+    """
 
     @property
     def keeps_kv_cache(self) -> bool:
         """Tells whether rollouts that go on with new weights keep their cache."""
-        return self.max_lag_steps > 0 and self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates
+        return (
+            self.max_lag_steps > 0
+            and self.in_flight_weight_updates
+            and not self.recompute_kv_cache_after_weight_updates
+        )
 
     @property
     def max_lag_steps(self) -> int:
@@ -49,7 +66,8 @@ class AsyncGrpoConfig:
 @dataclass
 class AdvantageEstimatorConfig:
     name: str = "grpo"
-    """`grpo` compares with the prompt's other rollouts, `gdpo` does so for each reward component, `reinforce_plus_plus` for the whole step.
+    """`grpo` compares with the prompt's other rollouts, `gdpo` does so for each reward component, `reinforce_plus_plus`
+    for the whole step.
 
     `opd` compares each token's logprob with a teacher's: see `on_policy_distillation`.
     `package.module:name` is a function of yours (docs/extend/estimator.md).
@@ -57,9 +75,13 @@ class AdvantageEstimatorConfig:
     normalize_rewards: bool = follows("grpo.normalize_rewards")
     """Divide advantages by the standard deviation of rewards of the group. Not for reinforce_plus_plus."""
     use_leave_one_out_baseline: bool = follows("grpo.use_leave_one_out_baseline")
-    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for reinforce_plus_plus."""
+    """Baseline of a rollout: mean reward of the others of its group; false: of the whole group. Not for
+    reinforce_plus_plus.
+    """
     normalize_by_whole_group: bool = False
-    """normalize_rewards takes the deviation of the whole group. false, as in NeMo RL: of the rollouts that make the baseline."""
+    """normalize_rewards takes the deviation of the whole group. false, as in NeMo RL: of the rollouts that make the
+    baseline.
+    """
     minus_baseline: bool = True
     """Subtract the mean reward of the group before the batch is normalised; for reinforce_plus_plus."""
     reward_weights: list[Finite] | None = None
@@ -69,7 +91,9 @@ class AdvantageEstimatorConfig:
 @dataclass
 class RewardScalingConfig:
     enabled: bool = False
-    """Map rewards linearly from the source range to the target range; those outside the source range are clamped to it, and counted."""
+    """Map rewards linearly from the source range to the target range; those outside the source range are clamped to it,
+    and counted.
+    """
     source_min: Finite = 0.0
     """Reward that becomes target_min."""
     source_max: Finite = 1.0
@@ -91,7 +115,9 @@ class RewardShapingConfig:
     max_response_length: Positive | None = None
     """Length in tokens at which a rollout loses overlong_buffer_penalty."""
     stop_properly_penalty_coef: Share | None = None
-    """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that penalty."""
+    """Rewards of rollouts that were cut off are multiplied by this, 0 to 1, instead of the penalty above; null = that
+    penalty.
+    """
 
 
 @dataclass
@@ -99,13 +125,19 @@ class GrpoConfig:
     num_prompts_per_step: Positive = 32
     """Prompts per step."""
     num_generations_per_prompt: Positive = 16
-    """Rollouts of each prompt: the group whose members are compared with each other. At least 2, or 1 with `algorithm: ppo`."""
+    """Rollouts of each prompt: the group whose members are compared with each other. At least 2, or 1 with
+    `algorithm: ppo`.
+    """
     max_num_steps: Positive = 1_000_000
     """The run ends after this many steps in all, those before a resume included."""
     max_num_epochs: Positive = 1
-    """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out included."""
+    """The run ends after this many passes over the training prompts, those that dynamic sampling leaves out
+    included.
+    """
     max_rollout_turns: Positive = 1
-    """Most turns of a rollout, if its environment answers. With env.should_use_nemo_gym it is at least 6, as in NeMo Gym's agents."""
+    """Most turns of a rollout, if its environment answers. With env.should_use_nemo_gym it is at least 6, as in NeMo
+    Gym's agents.
+    """
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards of the group."""
     use_leave_one_out_baseline: bool = True
@@ -116,15 +148,23 @@ class GrpoConfig:
     advantage_clip_high: Finite | None = None
     """Advantages above this become this; null = no bound."""
     invalid_tool_call_advantage: Finite | None = None
-    """Advantage of tokens of a turn with an unreadable tool call, such as -5.0, within the bounds above; null = that of the rollout."""
+    """Advantage of tokens of a turn with an unreadable tool call, such as -5.0, within the bounds above; null = that of
+    the rollout.
+    """
     malformed_thinking_advantage: Finite | None = None
-    """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of the rollout."""
+    """Advantage of the tokens of a turn whose think tags do not pair, unless its tool call is invalid; null = that of
+    the rollout.
+    """
     overlong_filtering: bool = False
-    """Leave rollouts that were cut off, or whose next turn did not fit, out of the loss; they count in the baseline of their group."""
+    """Leave rollouts that were cut off, or whose next turn did not fit, out of the loss; they count in the baseline of
+    their group.
+    """
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     seq_logprob_error_threshold: Annotated[float, Range(1)] | None = None
-    """Leave rollouts out of the loss whose mean over tokens of exp(|old - generator logprob|) is above this; null = only measure."""
+    """Leave rollouts out of the loss whose mean over tokens of exp(|old - generator logprob|) is above this; null =
+    only measure.
+    """
     val_period: Count = 10
     """Validate every this many steps; 0 = never."""
     val_start_at: AllOrCount = -1
@@ -134,23 +174,29 @@ class GrpoConfig:
     val_at_end: bool = False
     """Validate after the last step."""
     stop_at_validation_metric: str | None = None
-    """The run saves and ends when this validation metric, such as `accuracy`, reaches `stop_at_validation_threshold`; null = never."""
+    """The run saves and ends when this validation metric, such as `accuracy`, reaches `stop_at_validation_threshold`;
+    null = never.
+    """
     stop_at_validation_threshold: Finite | None = None
     """Value that `stop_at_validation_metric` has to reach."""
     max_val_samples: Positive | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
     val_num_generations_per_prompt: Positive = 1
-    """Rollouts of each validation prompt. From 2 on, validation also measures `val/pass_k` and `val/pass_at_1`, `val/pass_at_2` ..."""
+    """Rollouts of each validation prompt. From 2 on, validation also measures `val/pass_k` and `val/pass_at_1`,
+    `val/pass_at_2` ...
+    """
     use_dynamic_sampling: bool = False
     """Train only on groups whose rewards differ, and ask more prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
-    """The run ends with exit code 1 if this many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    """The run ends with exit code 1 if this many batches of prompts do not fill a step; used only with
+    `use_dynamic_sampling`.
+    """
     max_masked_steps: Positive | None = 3
-    """The run saves and ends with exit code 1 after this many steps in a row in which no rollout counts, or all steps of a
-    shorter run; null = it only warns."""
+    """The run saves and ends with exit code 1 after this many steps in a row in which no rollout counts, or all steps
+    of a shorter run; null = it only warns."""
     max_steps_without_signal: Positive | None = None
-    """The run saves and ends with exit code 1 after this many steps in a row whose rollouts are all masked, or all have the
-    same reward; null = it only warns."""
+    """The run saves and ends with exit code 1 after this many steps in a row whose rollouts are all masked, or all have
+    the same reward; null = it only warns."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     seed: Count = 42
@@ -189,7 +235,9 @@ class DistillationConfig:
     max_val_samples: Positive | None = 512
     """Validation prompts used, the first ones of the file; null = all."""
     topk_logits_k: Positive = 64
-    """Tokens that the teacher holds likeliest at each position: its distribution is that of these alone. At most the vocabulary."""
+    """Tokens that the teacher holds likeliest at each position: its distribution is that of these alone. At most the
+    vocabulary.
+    """
     seed: Count = 42
     """Seed of the run: data order and sampling. Config and seed fix the run bit for bit on CPU."""
 
@@ -199,16 +247,17 @@ class TeacherPlacesConfig:
     """Layouts of teachers, each over all policy ranks: they work between rollouts and update, on the policy's GPUs."""
 
     default_teacher_cfg: dict[str, Any] = field(default_factory=dict)
-    """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel sizes are 1 by default,
-    other keys the policy's. `num_nodes` and `gpus_per_node` are of NeMo RL's separate GPUs."""
+    """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel
+    sizes are 1 by default, other keys the policy's. `num_nodes` and `gpus_per_node` are of NeMo RL's separate GPUs."""
     teacher_overrides: dict[str, Any] = field(default_factory=dict)
     """Name of a teacher -> keys that it has in place of the defaults."""
 
 
 @dataclass
 class OnPolicyDistillationConfig:
-    """Teachers judge the tokens that the policy drew (arXiv:2601.02780): with grpo.adv_estimator.name=opd, the advantage of a token is
-    log(teacher's probability / policy's), and, as far as orm_advantage_weight says, that of its rollout's reward."""
+    """Teachers judge the tokens that the policy drew (arXiv:2601.02780): with grpo.adv_estimator.name=opd, the
+    advantage of a token is log(teacher's probability / policy's), and, as far as orm_advantage_weight says, that of its
+    rollout's reward."""
 
     enabled: bool = False
     """Rows have teachers, and advantages come from them."""
@@ -223,7 +272,9 @@ class OnPolicyDistillationConfig:
     use_orm_advantage: bool = False
     """The reward counts, too."""
     orm_advantage_weight: NotNegative = 0.0
-    """Weight of the advantage of the rollout's reward in its group, against 1 for the teacher's; with use_orm_advantage."""
+    """Weight of the advantage of the rollout's reward in its group, against 1 for the teacher's; with
+    use_orm_advantage.
+    """
     non_colocated_teachers: TeacherPlacesConfig | None = None
 
     @property
@@ -245,7 +296,9 @@ class OnPolicyDistillationConfig:
 @dataclass
 class LossConfig:
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    """Divergence of distillation: forward = KL(teacher || student), reverse = KL(student || teacher), mixed = both, weighted."""
+    """Divergence of distillation: forward = KL(teacher || student), reverse = KL(student || teacher), mixed = both,
+    weighted.
+    """
     mixed_kl_weight: Share = 0.5
     """Weight of the forward KL with kl_type=mixed; the reverse one has the rest."""
     zero_outside_topk: bool = False
@@ -254,7 +307,9 @@ class LossConfig:
     false: both are renormalised over the teacher's top k, and the student's other tokens do not count.
     """
     token_loss: str | None = None
-    """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or the one that keys below switch on."""
+    """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or the one that keys below
+    switch on.
+    """
     reference_policy_kl_penalty: NotNegative = 0.01
     """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
@@ -268,21 +323,33 @@ class LossConfig:
     ratio_clip_max: AboveZero = 0.2
     """The policy ratio is clipped above at 1 + this."""
     ratio_clip_c: Annotated[float, Range(1, is_low_open=True)] | None = None
-    """Dual clip (arXiv:1912.09729): a negative advantage gives a loss of at most -advantage times this, above 1; null = no bound."""
+    """Dual clip (arXiv:1912.09729): a negative advantage gives a loss of at most -advantage times this, above 1; null =
+    no bound.
+    """
     max_log_ratio: AboveZero | None = None
-    """Log-ratios stay within +- this, such as 10; tokens beyond it have no gradient. null = no bound, and an overflowing weight is 0."""
+    """Log-ratios stay within +- this, such as 10; tokens beyond it have no gradient. null = no bound, and an
+    overflowing weight is 0.
+    """
     disable_ppo_ratio: bool = False
     """REINFORCE: -advantage * logprob, without ratio and clip."""
     use_cispo: bool = False
     """CISPO (arXiv:2506.13585): -advantage * logprob times the clipped ratio, through which no gradient flows."""
     sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean over its tokens. Needs token_level_loss=false."""
+    """GSPO (arXiv:2507.18071): one ratio per sequence, the geometric mean over its tokens. Needs
+    token_level_loss=false.
+    """
     force_on_policy_ratio: bool = False
-    """The ratio is 1 with the logprob's gradient, and no old logprobs are computed for it. Right only with one update per rollout."""
+    """The ratio is 1 with the logprob's gradient, and no old logprobs are computed for it. Right only with one update
+    per rollout.
+    """
     use_importance_sampling_correction: bool = False
-    """Weight tokens by exp(old_logprobs - generator_logprobs), or, with sequence_level_importance_ratios, by the sequence's product."""
+    """Weight tokens by exp(old_logprobs - generator_logprobs), or, with sequence_level_importance_ratios, by the
+    sequence's product.
+    """
     truncated_importance_sampling_type: Truncation | None = None
-    """Outside the bounds: tis holds weights at them, icepop drops tokens, seq-mask-tis drops sequences by geometric mean; null = tis."""
+    """Outside the bounds: tis holds weights at them, icepop drops tokens, seq-mask-tis drops sequences by geometric
+    mean; null = tis.
+    """
     truncated_importance_sampling_ratio: AboveZero | None = None
     """Upper bound of these weights; null = no bound."""
     truncated_importance_sampling_ratio_min: NotNegative | None = None
@@ -290,13 +357,19 @@ class LossConfig:
     use_on_policy_kl_approximation: bool = False
     """Weight the KL term by exp(logprobs - generator_logprobs), because the tokens were drawn from the generator."""
     use_kl_in_reward: bool = False
-    """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the loss."""
+    """Subtract the KL penalty from the rewards of reinforce_plus_plus, token by token, instead of adding it to the
+    loss.
+    """
     positive_example_nll_weight: NotNegative = 0.0
     """Weight of the mean negative log-likelihood of tokens of rollouts with a reward above 0 (arXiv:2504.05118)."""
     token_level_loss: bool = True
-    """Mean over the valid tokens of the global batch; false: mean over rollouts of each one's token mean, all its sequences together."""
+    """Mean over the valid tokens of the global batch; false: mean over rollouts of each one's token mean, all its
+    sequences together.
+    """
     constant_length_normalizer: Positive | None = None
-    """Divide each rollout's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs token_level_loss=false."""
+    """Divide each rollout's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs
+    token_level_loss=false.
+    """
 
     @property
     def surrogate(self) -> Literal["cispo", "reinforce", "ppo"]:
@@ -366,7 +439,9 @@ class SupervisedConfig:
     val_at_end: bool = False
     """Validate after the last step."""
     seed: Count = 42
-    """Seed of the run: data order, and the first weights of a reward head. Config and seed fix the run bit for bit on CPU."""
+    """Seed of the run: data order, and the first weights of a reward head. Config and seed fix the run bit for bit on
+    CPU.
+    """
 
 
 @dataclass

@@ -12,7 +12,9 @@ from mrl.config.fields import Count, Positive, Range, Share, follows
 
 GYM_PROCESSOR = "nemo_gym_data_processor"
 PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor", "sft_processor", GYM_PROCESSOR)
-"""NeMo RL's names. Here all read rows by the data set's format; that of NeMo Gym leaves conversations as its rows give them."""
+"""NeMo RL's names. Here all read rows by the data set's format; that of NeMo Gym leaves conversations as its rows give
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
         "gsm8k": KnownDataset("openai/gsm8k", subset="main"),
         "HelpSteer3": KnownDataset("nvidia/HelpSteer3", subset="preference"),
         "NemoGymDataset": KnownDataset(),
-        "Nemotron-Cascade-2-SFT-Math": KnownDataset("nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split_validation_size=0.05),
+        "Nemotron-Cascade-2-SFT-Math": KnownDataset(
+            "nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split_validation_size=0.05
+        ),
         "OpenMathInstruct-2": KnownDataset("nvidia/OpenMathInstruct-2", split="train_1M", split_validation_size=0.05),
         "OpenR1-Math-220k": KnownDataset("open-r1/OpenR1-Math-220k", subset="default"),
         "PreferenceDataset": KnownDataset(),
@@ -67,13 +71,17 @@ class RowsConfig:
     """Rows of a data set: their place, and how they are read."""
 
     dataset_name: str | None = None
-    """A data set known by name (`mrl.config.schema.data`): where its rows are and what their keys mean. null = the keys of a row tell."""
+    """A data set known by name (`mrl.config.schema.data`): where its rows are and what their keys mean. null = the keys
+    of a row tell.
+    """
     subset: str | None = None
     """Config of the data set's README.md that is read, or folder; null = its default config, or all."""
     split: str | None = None
     """Split that is read; null = the data set's own, or train."""
     input_key: str | None = None
-    """Key of the question; null = the first of question, problem, prompt, input, after the text under `instruction`, if there is one."""
+    """Key of the question; null = the first of question, problem, prompt, input, after the text under `instruction`, if
+    there is one.
+    """
     output_key: str | None = None
     """Key of the answer; null = the first of expected_answer, answer, output."""
     prompt_key: str = "prompt"
@@ -91,12 +99,15 @@ class RowsConfig:
     tool_key: str = "tools"
     """Key of the tools that a conversation may call, in rows of any kind."""
     processor: str = "math_data_processor"
-    """Function that makes a prompt of a row: nemo_gym_data_processor applies no prompt files and system messages, NeMo RL's others do.
+    """Function that makes a prompt of a row: nemo_gym_data_processor applies no prompt files and system messages, NeMo
+    RL's others do.
 
     `package.module:name` is a function of yours (docs/extend/processor.md), and the prompt files apply.
     """
     env_name: str = "math"
-    """The environment that scores rollouts of rows that name none; nemo_gym = the one for the row's `agent_ref.name`."""
+    """The environment that scores rollouts of rows that name none; nemo_gym = the one for the row's
+    `agent_ref.name`.
+    """
     prompt_file: str | None = None
     """Text file with `{}` in place of the question; null = the question alone."""
     system_prompt_file: str | None = None
@@ -106,7 +117,9 @@ class RowsConfig:
 @dataclass
 class DataDefaultConfig(RowsConfig):
     split_validation_size: Annotated[float, Range(0, 2**31)] | None = None
-    """Held out of training rows for validation: a share below 1, or a number of rows. null = the data set's own share, mostly 0."""
+    """Held out of training rows for validation: a share below 1, or a number of rows. null = the data set's own share,
+    mostly 0.
+    """
     seed: Count = 42
     """Decides which rows are held out."""
 
@@ -132,7 +145,9 @@ class DatasetConfig(RowsConfig):
     prompt_file: str | None = follows("data.default.prompt_file")
     system_prompt_file: str | None = follows("data.default.system_prompt_file")
     data_path: str | None = None
-    """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on the Hub."""
+    """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on
+    the Hub.
+    """
     repeat: Positive = 1
     """Times that every row is asked in an epoch."""
 
@@ -164,13 +179,17 @@ class TrainDatasetConfig(DatasetConfig):
 @dataclass
 class TrainDataConfig(TrainDatasetConfig):
     datasets: list[TrainDatasetConfig] | None = None
-    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.train` means this."""
+    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.train` means
+    this.
+    """
 
 
 @dataclass
 class ValidationDataConfig(DatasetConfig):
     datasets: list[DatasetConfig] | None = None
-    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.validation` means this."""
+    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.validation`
+    means this.
+    """
 
 
 @dataclass
@@ -178,19 +197,29 @@ class DataConfig:
     max_input_seq_length: Positive | None = None
     """Longest prompt in tokens; null = the context less `max_new_tokens`."""
     add_bos: bool = True
-    """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a token, nothing."""
+    """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a
+    token, nothing.
+    """
     add_eos: bool = True
-    """Put the tokenizer's end token behind a conversation to learn, unless the chat template has; without such a token, nothing."""
+    """Put the tokenizer's end token behind a conversation to learn, unless the chat template has; without such a token,
+    nothing.
+    """
     add_generation_prompt: bool = False
-    """Learn only the answer proper: text that the chat template writes before an answer then belongs to the question (conversations)."""
+    """Learn only the answer proper: text that the chat template writes before an answer then belongs to the question
+    (conversations).
+    """
     shuffle: bool = True
     """Shuffle training rows in each epoch, by the run's seed."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """Treatment of an unusable row: refuse the run, or skip the row and keep it in the run folder's `quarantine`, with its reason."""
+    """Treatment of an unusable row: refuse the run, or skip the row and keep it in the run folder's `quarantine`, with
+    its reason.
+    """
     max_bad_row_share: Share = 0.01
     """Share of a data set's rows that may be skipped; above it the run is refused all the same."""
     drop_rows_without_environment: bool = False
-    """Leave out rows whose `agent_ref.name` or `env_name` has no environment here, and say which share of the rows that is."""
+    """Leave out rows whose `agent_ref.name` or `env_name` has no environment here, and say which share of the rows that
+    is.
+    """
     default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
     train: TrainDataConfig = field(default_factory=TrainDataConfig)
     validation: ValidationDataConfig | None = None

@@ -18,21 +18,29 @@ class WorkersConfig:
     needs_answer = False
     """True if every row must have an answer to compare with. No key."""
     num_workers: Workers | None = None
-    """Child processes that score rollouts, of all nodes together; null = the cores of each node, shared by the run's environments.
+    """Child processes that score rollouts, of all nodes together; null = the cores of each node, shared by the run's
+    environments.
 
-    A node has at least two, so that a text that takes its deadline does not hold up all others, and at most one for each core.
+    A node has at least two, so that a text that takes its deadline does not hold up all others, and at most one for
+    each core.
     """
     timeout_s: AboveZero = 2.0
-    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from its work."""
+    """Seconds for one rollout; then its child is killed and its reward is 0, unless the machine kept it from
+    its work.
+    """
 
 
 @dataclass
 class MathEnvConfig(WorkersConfig):
     server, needs_answer = "math_with_judge", True
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
-    """Comparison of an answer with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
+    """Comparison of an answer with the expected one: the last mathematical expression by value, or the text after the
+    last `Answer:`.
+    """
     strict: bool = False
-    """Answers must be final values: `12+30` is no longer as good as 42. Not with `dapo_math_verify`, which compares texts."""
+    """Answers must be final values: `12+30` is no longer as good as 42. Not with `dapo_math_verify`, which compares
+    texts.
+    """
 
 
 @dataclass
@@ -44,11 +52,15 @@ class McqaEnvConfig(WorkersConfig):
 class CodeEnvConfig(WorkersConfig):
     server = "code_gen"
     timeout_s: AboveZero = 60.0
-    """Seconds for all tests of a rollout; then its program has failed. A child that takes 10 s more is killed; twice gives reward 0."""
+    """Seconds for all tests of a rollout; then its program has failed. A child that takes 10 s more is killed; twice
+    gives reward 0.
+    """
     unit_test_timeout_s: AboveZero = 10.0
     """Seconds for one test, after which the program has failed."""
     allow_unconfined: bool = False
-    """Run programs also where the kernel cannot confine them (Landlock, seccomp): they may do what the run's user may. false: refuse."""
+    """Run programs also where the kernel cannot confine them (Landlock, seccomp): they may do what the run's user may.
+    false: refuse.
+    """
 
 
 @dataclass
@@ -56,7 +68,9 @@ class WorkplaceEnvConfig(WorkersConfig):
     timeout_s: AboveZero = 5.0
     """Seconds for one turn; then its child is killed and its reward is 0, unless the machine kept it from its work."""
     tables_path: str | None = None
-    """First records of a conversation: a folder of WorkBench's CSV files, or a JSON file of tables. A row's own `tables` win."""
+    """First records of a conversation: a folder of WorkBench's CSV files, or a JSON file of tables. A row's own
+    `tables` win.
+    """
 
 
 @dataclass
@@ -67,19 +81,23 @@ class OwnEnvConfig(WorkersConfig):
     Entry points of group `mrl.rewards` need no line here.
     """
     agents: dict[str, str] = field(default_factory=dict)
-    """Your agents, `name: package.module:name` of an `async def` (docs/extend/your_agent.md); rows choose by `env_name`.
+    """Your agents, `name: package.module:name` of an `async def` (docs/extend/your_agent.md); rows choose by
+    `env_name`.
 
     `num_workers` is the number of processes of each agent, where many rollouts run at once.
     """
     num_workers: Workers | None = 1
-    """Child processes of each function, of all nodes together, at least one per node. They may be more than the cores: many functions wait.
+    """Child processes of each function, of all nodes together, at least one per node. They may be more than the cores:
+    many functions wait.
 
     null = the cores of each node, shared by the run's environments.
     """
     timeout_s: AboveZero = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
     allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)
-    """Permissions of your functions once loaded: open sockets, start processes, write files. Empty = compute, read files, use threads."""
+    """Permissions of your functions once loaded: open sockets, start processes, write files. Empty = compute, read
+    files, use threads.
+    """
 
 
 @dataclass
@@ -110,24 +128,36 @@ class GymHeadConfig:
 @dataclass
 class NemoGymConfig:
     config_paths: list[str] = field(default_factory=list)
-    """Servers of NeMo Gym, `resources_servers/<name>/...`, whose environments rows may use; empty = all. `command` starts them."""
+    """Servers of NeMo Gym, `resources_servers/<name>/...`, whose environments rows may use; empty = all. `command`
+    starts them.
+    """
     command: str | None = None
-    """Program that starts NeMo Gym's servers, such as `/venvs/gym/bin/ng_run`, for rows that mrl has no grader for; null = none."""
+    """Program that starts NeMo Gym's servers, such as `/venvs/gym/bin/ng_run`, for rows that mrl has no grader for;
+    null = none.
+    """
     head_server: GymHeadConfig = field(default_factory=GymHeadConfig)
     """Address of servers that run already, in place of `command`."""
     policy_base_url: str | None = None
-    """Address at which servers that run already ask for the model, `http://HOST:PORT/gym/v1`: the gateway listens there."""
+    """Address at which servers that run already ask for the model, `http://HOST:PORT/gym/v1`: the gateway listens
+    there.
+    """
     policy_api_key: str | None = None
     """Key with which they do."""
     embedded: bool = True
     """Grade rows here where mrl has a grader for them. false: NeMo Gym's servers grade all."""
     start_s: AboveZero = 1800.0
-    """Seconds in which the servers of `command` must be up, the making of their environments included, or `head_server` answer."""
+    """Seconds in which the servers of `command` must be up, the making of their environments included, or `head_server`
+    answer.
+    """
     servers: dict[str, Any] = field(default_factory=dict)
-    """NeMo Gym's own config, which `command` gets. Its keys may stand at `env.nemo_gym` itself, as in NeMo RL's files."""
+    """NeMo Gym's own config, which `command` gets. Its keys may stand at `env.nemo_gym` itself, as in NeMo
+    RL's files.
+    """
     effort_levels: EffortConfig = field(default_factory=EffortConfig)
     invalid_tool_call_patterns: list[str] | None = None
-    """Texts in an answer, outside of calls that can be read, that make it an invalid call; null = only what begins as a call does."""
+    """Texts in an answer, outside of calls that can be read, that make it an invalid call; null = only what begins as a
+    call does.
+    """
     thinking_tags: list[str] | None = None
     """Marks around thoughts, an opening and a closing one; null = `<think>` and `</think>`."""
 
@@ -141,7 +171,9 @@ class NemoGymConfig:
         """Servers that mrl has graders for, of which the config asks what these do not do: that a model judges."""
         found: set[str] = set()
         for instance in self.servers.values():
-            for name, options in ((instance.get("resources_servers") or {}) if isinstance(instance, dict) else {}).items():
+            for name, options in (
+                (instance.get("resources_servers") or {}) if isinstance(instance, dict) else {}
+            ).items():
                 if isinstance(options, dict) and options.get("should_use_judge") is True:
                     found.add(name)
         return frozenset(found)
@@ -164,7 +196,9 @@ class EnvConfig:
     """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, or on a server of `env.nemo_gym`."""
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     should_mask_flagged_samples: bool = True
-    """Keep rollouts flagged with `mask_sample` out of the loss; their rewards count in the group's baseline. false: train on them."""
+    """Keep rollouts flagged with `mask_sample` out of the loss; their rewards count in the group's baseline. false:
+    train on them.
+    """
 
     @property
     def agents(self) -> dict[str, str]:
@@ -195,19 +229,44 @@ class EnvConfig:
 GYM_TURNS = 6
 """Turns that NeMo Gym's agent of the workplace assistant takes at most."""
 
-_BUILT_IN = {name: section for name, section in vars(EnvConfig()).items() if isinstance(section, WorkersConfig) and name != "own"}
+_BUILT_IN = {
+    name: section for name, section in vars(EnvConfig()).items() if isinstance(section, WorkersConfig) and name != "own"
+}
 BUILT_IN = tuple(_BUILT_IN)
 """Environments that come with mrl, each with its section."""
 NEED_ANSWER = tuple(name for name, section in _BUILT_IN.items() if section.needs_answer)
 SERVERS = {section.server or name: name for name, section in _BUILT_IN.items()}
-"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""
+"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent
+`<server>_simple_agent`.
+"""
 
-TOOL_PARSERS = ("qwen3_coder", "qwen3_xml", "hermes", "qwen3_json", "nemotron_json", "llama3_json", "llama4_json", "mistral")
+TOOL_PARSERS = (
+    "qwen3_coder",
+    "qwen3_xml",
+    "hermes",
+    "qwen3_json",
+    "nemotron_json",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+)
 """vLLM's names of the formats of tool calls that environments read."""
 CALLS_TOOLS = "workplace_assistant"
 """The environment of which every row is about tool calls."""
 REASONING_PARSERS = (
-    *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "mimo", "minimax_m2", "nano_v3", "nemotron_v3", "olmo3", "qwen3"),
+    *(
+        "deepseek_r1",
+        "deepseek_v3",
+        "glm45",
+        "glm47",
+        "holo2",
+        "mimo",
+        "minimax_m2",
+        "nano_v3",
+        "nemotron_v3",
+        "olmo3",
+        "qwen3",
+    ),
     *("step3", "step3p5"),
 )
 """Parsers of thoughts between `<think>` and `</think>`, which environments leave out in the same way."""

@@ -7,13 +7,27 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from conversion.families.common import VllmParallel
-from mrl.config.fields import AboveZero, AtLeastTwo, Count, NotNegative, Only, Port, PortEnd, Positive, Precision, ShareAboveZero, follows
+from mrl.config.fields import (
+    AboveZero,
+    AtLeastTwo,
+    Count,
+    NotNegative,
+    Only,
+    Port,
+    PortEnd,
+    Positive,
+    Precision,
+    ShareAboveZero,
+    follows,
+)
 
 
 @dataclass
 class EngineResourcesConfig:
     gpus_per_node: Positive | None = None
-    """GPUs taken from the policy for engines alone. Needed if cluster.num_nodes is 1; else whole nodes are taken, and it stays null."""
+    """GPUs taken from the policy for engines alone. Needed if cluster.num_nodes is 1; else whole nodes are taken, and
+    it stays null.
+    """
     num_nodes: Positive | None = None
     """Nodes taken from the policy for engines alone: needed if cluster.num_nodes is above 1."""
 
@@ -21,7 +35,9 @@ class EngineResourcesConfig:
 @dataclass
 class ColocatedConfig:
     enabled: bool = True
-    """Engines share the policy ranks' GPUs; false: engines have GPUs of their own, and both keep their memory in all phases."""
+    """Engines share the policy ranks' GPUs; false: engines have GPUs of their own, and both keep their memory in all
+    phases.
+    """
     resources: EngineResourcesConfig = field(default_factory=EngineResourcesConfig)
     """GPUs of the engines if not `enabled`. On hosts without GPUs both stay null: engines are more processes."""
 
@@ -33,14 +49,18 @@ class ServingChatConfig:
     default_chat_template_kwargs: dict[str, Any] | None = None
     """Values for its variables, where a request gives no others; null = policy.tokenizer.chat_template_kwargs."""
     enable_auto_tools: bool | None = None
-    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`; null = true where agents are configured."""
+    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`; null = true where agents are
+    configured.
+    """
     tool_parser: str | None = None
     """Parser of tool calls: a name of vLLM's, or one that `tool_parser_plugin` registers.
 
-    Environments read calls by it, too; null = that of the chat template, which `--check` prints, or `qwen3_coder` if it names none.
+    Environments read calls by it, too; null = that of the chat template, which `--check` prints, or `qwen3_coder` if it
+    names none.
     """
     reasoning_parser: str | None = None
-    """Parser of thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text.
+    """Parser of thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the
+    text.
 
     With one, rows of NeMo Gym are graded by what follows `</think>`, and by nothing where it is missing, as there.
     """
@@ -51,14 +71,19 @@ class VllmConfig:
     tensor_parallel_size: Positive = 1
     """TP of an engine: it divides the slots of a node, or is a multiple of them, for engines over several nodes."""
     pipeline_parallel_size: Positive = 1
-    """Pipeline stages of an engine, which has tensor_parallel_size workers for each. vLLM spreads the layers evenly over them."""
+    """Pipeline stages of an engine, which has tensor_parallel_size workers for each. vLLM spreads the layers evenly
+    over them.
+    """
     expert_parallel_size: Positive = 1
-    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine; a multiple of it = over so
-    many workers, in groups of tensor_parallel_size that each hold all else and sample rollouts of their own, pass by pass together."""
+    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine; a
+    multiple of it = over so many workers, in groups of tensor_parallel_size that each hold all else and sample rollouts
+    of their own, pass by pass together."""
     precision: Precision = follows("policy.precision")
     """Type of the engine's weights."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
-    """Type of cached keys and values; auto = `precision`, the only one without GPUs. 8-bit caches need scales, which no refit brings."""
+    """Type of cached keys and values; auto = `precision`, the only one without GPUs. 8-bit caches need scales, which no
+    refit brings.
+    """
     logprobs_mode: Annotated[
         str,
         Only(
@@ -67,9 +92,13 @@ class VllmConfig:
             ("raw_logits", "raw_logprobs", "processed_logits"),
         ),
     ] = "processed_logprobs"
-    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, with which the trainer compares."""
+    """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, with which the
+    trainer compares.
+    """
     env_vars: dict[str, str] | None = None
-    """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""
+    """Environment variables of the engine processes. They win over mrl's own, as those of
+    `policy.megatron_cfg.env_vars` do.
+    """
     gpu_memory_utilization: ShareAboveZero = 0.6
     """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
     kv_cache_memory_mib: Positive = 256
@@ -77,24 +106,31 @@ class VllmConfig:
     max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens."""
     max_num_seqs: Positive | None = None
-    """Rollouts that an engine, or each of its groups, samples at the same time; null = its part of a step or of a validation, up to 1,024
-    and to what fits into its cache. `python -m mrl.plan` shows the number."""
+    """Rollouts that an engine, or each of its groups, samples at the same time; null = its part of a step or of a
+    validation, up to 1,024 and to what fits into its cache. `python -m mrl.plan` shows the number."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of one engine step, or of a group's; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no more or the cache
-    needs the room."""
+    """Tokens of one engine step, or of a group's; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no
+    more or the cache needs the room."""
     enable_prefix_caching: bool | None = None
-    """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay decides itself."""
+    """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay
+    decides itself.
+    """
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors"] = "auto"
-    """Source of the engine's first weights for vLLM. NeMo RL's `dummy` means auto here: the first refit must find them right."""
+    """Source of the engine's first weights for vLLM. NeMo RL's `dummy` means auto here: the first refit must find them
+    right.
+    """
     expose_http_server: bool | None = None
-    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md.
+    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see
+    docs/http.md.
 
     null = true where agents are configured.
     """
     http_server_share: ShareAboveZero = 0.25
-    """Share of `max_num_seqs`, at least one, that HTTP requests may have at once; more of them wait, and rollouts keep the rest."""
+    """Share of `max_num_seqs`, at least one, that HTTP requests may have at once; more of them wait, and rollouts keep
+    the rest.
+    """
     http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)
     tool_parser_plugin: str | None = None
     """A Python file or module that registers a parser of tool calls with vLLM."""
@@ -125,11 +161,15 @@ class GenerationConfig:
     backend: Literal["vllm"] = "vllm"
     """The generator."""
     max_new_tokens: Positive = 256
-    """Longest rollout in tokens, the stop token included. `vllm_cfg.max_model_len` or more = the rest of the context after the prompt."""
+    """Longest rollout in tokens, the stop token included. `vllm_cfg.max_model_len` or more = the rest of the context
+    after the prompt.
+    """
     temperature: AboveZero = 1.0
     """Sampling temperature, above 0."""
     top_p: ShareAboveZero = 1.0
-    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs follow, but not the KL's."""
+    """Sample among the likeliest tokens whose probabilities add up to this; 1.0 = all. The trainer's logprobs follow,
+    but not the KL's.
+    """
     top_k: Positive | None = None
     """Sample among the k likeliest tokens, before `top_p`; null = all. As for `top_p`, the trainer follows."""
     val_temperature: NotNegative = follows("policy.generation.temperature")
@@ -143,9 +183,13 @@ class GenerationConfig:
     stop_strings: list[str] | None = None
     """Texts that end a rollout with the token that completes one; null = none."""
     compare_at_start: bool = True
-    """Compare trainer and engine on a few tokens before the first step, and end the run if they compute different models."""
+    """Compare trainer and engine on a few tokens before the first step, and end the run if they compute different
+    models.
+    """
     longest_first: bool = True
-    """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction` shows the effect."""
+    """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction`
+    shows the effect.
+    """
     num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
     port_range_low: Port = 3000
@@ -155,8 +199,8 @@ class GenerationConfig:
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs by name, unless a key here or a refit decides them; `compilation_config` and
-    `speculative_config` by their fields: see docs/speculation.md."""
+    """Further arguments of vLLM's EngineArgs by name, unless a key here or a refit decides them; `compilation_config`
+    and `speculative_config` by their fields: see docs/speculation.md."""
 
     @property
     def speculative_method(self) -> str | None:
@@ -175,7 +219,9 @@ class GenerationConfig:
         """Returns the part of the model that each worker of an engine holds."""
         vllm = self.vllm_cfg
         has_drafter = self.speculative_method == "mtp"
-        return VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size, has_drafter, vllm.pipeline_parallel_size)
+        return VllmParallel(
+            vllm.tensor_parallel_size, vllm.expert_parallel_size, has_drafter, vllm.pipeline_parallel_size
+        )
 
     @property
     def num_workers(self) -> int:

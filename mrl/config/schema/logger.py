@@ -38,7 +38,9 @@ class SwanlabConfig:
     workspace: str | None = None
     """SwanLab user or organisation; null = the default one of the API key."""
     mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None
-    """online (also called cloud), local, offline (files for `swanlab sync`) or disabled; null = SWANLAB_MODE, else online."""
+    """online (also called cloud), local, offline (files for `swanlab sync`) or disabled; null = SWANLAB_MODE, else
+    online.
+    """
     id: str | None = None
     """Id of the SwanLab run to continue; null = a new run's, which every resume of the run folder continues."""
 
@@ -56,11 +58,15 @@ class MlflowConfig:
     run_name: str | None = None
     """Name of the run in MLflow; null = that of the run folder."""
     tracking_uri: str | None = None
-    """Server (http:, https:), database (sqlite:) or folder (file:); null = MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
+    """Server (http:, https:), database (sqlite:) or folder (file:); null = MLFLOW_TRACKING_URI, else `mlflow.db` in the
+    run folder.
+    """
     run_id: str | None = None
     """Id of the MLflow run to continue; null = a new run, which every resume of the run folder continues."""
     artifact_location: str | None = None
-    """Folder or URI for the texts of a new experiment; null = `mlflow` in the attempt's own `exp_NNN`, or the server's choice."""
+    """Folder or URI for the texts of a new experiment; null = `mlflow` in the attempt's own `exp_NNN`, or the server's
+    choice.
+    """
 
 
 @dataclass
@@ -74,15 +80,21 @@ class GpuMonitoringConfig:
 @dataclass
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
-    """Folder of logs; each start of a run gets `exp_NNN` below it, with a link in `logs` of the run folder if it lies elsewhere."""
+    """Folder of logs; each start of a run gets `exp_NNN` below it, with a link in `logs` of the run folder if it lies
+    elsewhere.
+    """
     rollouts: Literal["all", "sample", "none"] = "all"
     """Rollouts of a step that are written as text into `exp_NNN`: all, those of its first four prompts, or none."""
     rollouts_keep_steps: Positive | None = None
     """Keep the texts of this many steps, and remove older ones; null = of all steps."""
     record_steps: Count = 0
-    """Record the rollouts of the last this many steps with their logprobs and advantages, for `mrl replay`; 0 = of none."""
+    """Record the rollouts of the last this many steps with their logprobs and advantages, for `mrl replay`; 0 = of
+    none.
+    """
     num_val_samples_to_print: Count = 0
-    """Validation rollouts that each validation prints, and gives to the loggers as text: best and worst in equal parts."""
+    """Validation rollouts that each validation prints, and gives to the loggers as text: best and worst in
+    equal parts.
+    """
     wandb_enabled: bool = False
     """Send metrics to Weights & Biases."""
     swanlab_enabled: bool = False
@@ -94,9 +106,13 @@ class LoggerConfig:
     own: list[str] = field(default_factory=list)
     """Your own loggers, `package.module:name` of a class each (docs/extend/logger.md)."""
     prometheus_port: Port | None = None
-    """Serve the latest metrics for Prometheus at `http://127.0.0.1:PORT/metrics` of the driver's host; null = no server."""
+    """Serve the latest metrics for Prometheus at `http://127.0.0.1:PORT/metrics` of the driver's host; null = no
+    server.
+    """
     monitor_gpus: bool = True
-    """Sample processors, memory and GPUs of every node for the loggers (`ray/node.I.*`). Without a logger nothing is sampled."""
+    """Sample processors, memory and GPUs of every node for the loggers (`ray/node.I.*`). Without a logger nothing is
+    sampled.
+    """
     wandb: WandbConfig = field(default_factory=WandbConfig)
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from conversion.families.common import MegatronParallel
-from mrl.config.fields import AboveZero, Count, NotNegative, Only, Positive, Precision, Range, Share, ShareBelowOne, follows
+from mrl.config.fields import (
+    AboveZero,
+    Count,
+    NotNegative,
+    Only,
+    Positive,
+    Precision,
+    Range,
+    Share,
+    ShareBelowOne,
+    follows,
+)
 
 FactorInit = Literal["xavier", "normal", "kaiming", "zero"]
 
@@ -17,7 +28,9 @@ class PeftConfig:
     enabled: bool = False
     """Train only low-rank adapters (LoRA) of the linear layers. Engines get the merged weights."""
     target_modules: list[str] = field(default_factory=list)
-    """Layers with adapters: names such as linear_qkv, linear_fc1, in_proj, or full names with wildcards. Empty = all linear layers."""
+    """Layers with adapters: names such as linear_qkv, linear_fc1, in_proj, or full names with wildcards. Empty = all
+    linear layers.
+    """
     exclude_modules: list[str] = field(default_factory=list)
     """Linear layers without adapters, in the same form. Only with empty `target_modules`."""
     dim: Positive = 8
@@ -32,7 +45,9 @@ class PeftConfig:
     """Start of A: Xavier or normal (deviation 0.2) or Kaiming numbers, or zeros."""
     lora_B_init_method: FactorInit = "zero"
     """Start of B, likewise. A or B starts as zeros, so that training starts from the model's own weights."""
-    a2a_experimental: Annotated[bool, Only(False, "what adapters exchange is too small to gain by another way of communication")] = False
+    a2a_experimental: Annotated[
+        bool, Only(False, "what adapters exchange is too small to gain by another way of communication")
+    ] = False
     """Another way of communication in the adapters of Megatron-Bridge. Not supported: must be false."""
     lora_dtype: Literal["float32", "bfloat16", "None"] | None = None
     """Type of the adapters; null = `policy.precision`."""
@@ -45,7 +60,9 @@ class PeftConfig:
 @dataclass
 class FreezeConfig:
     modules: list[str] = field(default_factory=list)
-    """Tensors that are not trained, by their names in the Hugging Face checkpoint, with wildcards: backbone.embeddings.*"""
+    """Tensors that are not trained, by their names in the Hugging Face checkpoint, with wildcards:
+    backbone.embeddings.*
+    """
 
 
 @dataclass
@@ -69,9 +86,13 @@ class OptimizerConfig:
     clip_grad: NotNegative = follows("policy.max_grad_norm")
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     use_precision_aware_optimizer: bool = True
-    """Leave main parameters to Transformer Engine's FusedAdam; checkpoints stay float32. Needs GPUs, distributed optimizer and `bf16`."""
+    """Leave main parameters to Transformer Engine's FusedAdam; checkpoints stay float32. Needs GPUs, distributed
+    optimizer and `bf16`.
+    """
     optimizer_cpu_offload: bool = False
-    """Update `optimizer_offload_fraction` of the optimizer's state on the host. Needs the distributed, precision-aware one and `bf16`."""
+    """Update `optimizer_offload_fraction` of the optimizer's state on the host. Needs the distributed, precision-aware
+    one and `bf16`.
+    """
     optimizer_offload_fraction: Share = 0.0
     """Share of the parameters that the host updates if `optimizer_cpu_offload`."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
@@ -80,7 +101,9 @@ class OptimizerConfig:
     """Type of the optimizer's main parameters."""
     bf16: bool = follows("equal:${policy.precision},bfloat16")
     """Weights and activations in bfloat16; must agree with `policy.precision`."""
-    fp16: Annotated[bool, Only(False, "float16 is not supported, but policy.precision=bfloat16 and float32 are")] = False
+    fp16: Annotated[bool, Only(False, "float16 is not supported, but policy.precision=bfloat16 and float32 are")] = (
+        False
+    )
     """Weights and activations in float16. Not supported: must be false."""
 
 
@@ -115,7 +138,9 @@ class DdpConfig:
 @dataclass
 class SaveConfig:
     async_save: bool = True
-    """Write checkpoints from a copy in host memory while the next rollouts are generated; false = training waits until they are written."""
+    """Write checkpoints from a copy in host memory while the next rollouts are generated; false = training waits until
+    they are written.
+    """
 
 
 @dataclass
@@ -127,7 +152,9 @@ class MegatronConfig:
     pipeline_model_parallel_size: Positive = 1
     """PP: stages of consecutive layers."""
     context_parallel_size: Positive = 1
-    """CP: ranks that share each sequence, padded to a multiple of 2 x CP tokens; rows are, under SP, to one of 2 x CP x TP."""
+    """CP: ranks that share each sequence, padded to a multiple of 2 x CP tokens; rows are, under SP, to one of 2 x CP x
+    TP.
+    """
     expert_model_parallel_size: Positive = 1
     """EP: ranks over which the experts of a layer are spread."""
     expert_tensor_parallel_size: Positive = 1
@@ -143,11 +170,17 @@ class MegatronConfig:
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernels of Transformer Engine to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
-    """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid TF32 in float32."""
+    """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid
+    TF32 in float32.
+    """
     tune_kernels: bool = False
-    """Let mamba_ssm time the configurations of its kernels on GPUs: minutes at each start, and a resumed run may round otherwise."""
+    """Let mamba_ssm time the configurations of its kernels on GPUs: minutes at each start, and a resumed run may round
+    otherwise.
+    """
     sequence_parallel: bool = False
-    """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
+    """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models
+    with TP > 1.
+    """
     defer_fp32_logits: bool = False
     """Make float32 logits for some tokens at a time, with the same values. Always so with policy.logprob_chunk_size."""
     use_fused_linear_logprobs: bool = False
@@ -155,13 +188,19 @@ class MegatronConfig:
     fused_linear_logprobs_chunk_size: Positive = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
     empty_unused_memory_level: Annotated[int, Range(0, 2)] = 1
-    """Give unused memory back to the GPU: 1 = after the backward pass, 2 = also after the update, 0 = only between phases that need it."""
+    """Give unused memory back to the GPU: 1 = after the backward pass, 2 = also after the update, 0 = only between
+    phases that need it.
+    """
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: all that `recompute_granularity` names."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """Extent of `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of layers."""
+    """Extent of `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of
+    layers.
+    """
     recompute_modules: list[str] | None = None
-    """Parts that "selective" recomputes: any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null = core_attn."""
+    """Parts that "selective" recomputes: any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null =
+    core_attn.
+    """
     freeze_moe_router: bool = True
     """Do not train the routers' weights."""
     freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
@@ -169,11 +208,15 @@ class MegatronConfig:
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
     """Type in which routing scores are computed; null = that of the activations."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Auxiliary loss that spreads tokens over experts: per packed row, per sequence, or over the global batch. Padding does not count."""
+    """Auxiliary loss that spreads tokens over experts: per packed row, per sequence, or over the global batch. Padding
+    does not count.
+    """
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary loss, added to the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
-    """Add a bias per expert, by which routers choose. The model decides: false is refused if it has one, true has no effect if not."""
+    """Add a bias per expert, by which routers choose. The model decides: false is refused if it has one, true has no
+    effect if not.
+    """
     moe_router_bias_update_rate: NotNegative = 0.0
     """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
@@ -189,19 +232,31 @@ class MegatronConfig:
     moe_permute_fusion: bool = True
     """Order tokens by expert with Transformer Engine's kernel. No effect without a GPU and Transformer Engine."""
     apply_rope_fusion: bool = True
-    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine, or with YaRN."""
+    """Apply rotary positions with Transformer Engine's kernel. No effect without a GPU and Transformer Engine, or with
+    YaRN.
+    """
     bias_activation_fusion: bool = True
-    """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other activations."""
+    """Compile gate and activation of gated MLPs and experts into one kernel. No effect without a GPU, or with other
+    activations.
+    """
     use_fused_weighted_squared_relu: bool = False
-    """Compile squared ReLU and router weights of Nemotron's experts into one kernel. No effect without a GPU and Transformer Engine."""
+    """Compile squared ReLU and router weights of Nemotron's experts into one kernel. No effect without a GPU and
+    Transformer Engine.
+    """
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig that change how the model is computed; the model and other keys decide what."""
+    """Further arguments of Megatron's TransformerConfig that change how the model is computed; the model and other keys
+    decide what.
+    """
     mtp_num_layers: Count = 0
-    """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = do not train them."""
+    """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = do not
+    train them.
+    """
     mtp_loss_scaling_factor: NotNegative = 0.1
     """Weight of the MTP layers' mean loss, added to the policy's; 0 = do not train them."""
     mtp_use_repeated_layer: bool = False
-    """Predict all these tokens with one MTP layer, each from its output for the one before; false = with a layer for each."""
+    """Predict all these tokens with one MTP layer, each from its output for the one before; false = with a layer for
+    each.
+    """
     mtp_detach_heads: bool = False
     """Keep the MTP layers' loss from the rest of the model, and clip their gradients by a norm of their own."""
     gradient_accumulation_fusion: bool = False

@@ -13,7 +13,9 @@ from mrl.config.schema.megatron import MegatronConfig
 
 _MTP_CHUNK_TOKENS = 1024
 
-PackingAlgorithm = Literal["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
+PackingAlgorithm = Literal[
+    "balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
+]
 
 
 @dataclass
@@ -21,25 +23,37 @@ class TokenizerConfig:
     name: str = follows("policy.model_name")
     """Folder of the tokenizer, or an id on the Hub."""
     chat_template: str | None = "default"
-    """default = the tokenizer's own; else a template in Jinja, or the path of a .jinja file; null = messages are joined as they are."""
+    """default = the tokenizer's own; else a template in Jinja, or the path of a .jinja file; null = messages are joined
+    as they are.
+    """
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for variables of the chat template, such as enable_thinking; null = none."""
     template_date: str | None = None
-    """Date that the chat template writes as today's, as 2026-01-31; null = the day of the run's first start, kept in its identity."""
+    """Date that the chat template writes as today's, as 2026-01-31; null = the day of the run's first start, kept in
+    its identity.
+    """
 
 
 @dataclass
 class SequencePackingConfig:
     enabled: bool = True
-    """Pack sequences into rows of a number of tokens. false: train_micro_batch_size and logprob_batch_size sequences a row."""
+    """Pack sequences into rows of a number of tokens. false: train_micro_batch_size and logprob_batch_size sequences a
+    row.
+    """
     train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a packed row in training. Of pairs of answers (dpo, rm) a row holds as many of each kind."""
     logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
-    """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
+    """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their
+    own.
+    """
     algorithm: PackingAlgorithm = "balanced"
-    """balanced: equal tokens and work for each data-parallel rank, then rows. Others: rows first (compared in docs/measured)."""
+    """balanced: equal tokens and work for each data-parallel rank, then rows. Others: rows first (compared in
+    docs/measured).
+    """
     microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
+    """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its
+    peak at once.
+    """
     sequence_length_round: Positive = 64
     """Row lengths are rounded up to a multiple of this, which bounds the number of different shapes."""
 
@@ -47,7 +61,9 @@ class SequencePackingConfig:
 @dataclass
 class RouterReplayConfig:
     enabled: bool = False
-    """Train with the engine's choice of experts, so that routing adds no mismatch. The reference model routes by itself. MoE only."""
+    """Train with the engine's choice of experts, so that routing adds no mismatch. The reference model routes by
+    itself. MoE only.
+    """
 
 
 @dataclass
@@ -65,7 +81,9 @@ class DynamicBatchingConfig:
 @dataclass
 class RewardModelConfig:
     enabled: bool | None = None
-    """The model has a reward head in place of its output layer. Follows from `algorithm`: null, or true exactly for rm."""
+    """The model has a reward head in place of its output layer. Follows from `algorithm`: null, or true
+    exactly for rm.
+    """
     reward_model_type: Literal["bradley_terry"] = "bradley_terry"
     """Model of the probability that one answer is preferred to another, from their rewards."""
 
@@ -75,33 +93,47 @@ class PolicyConfig:
     model_name: str = required()
     """Folder of the starting model in Hugging Face format, or its id on the Hub."""
     hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    """Other values of the model's config.json for trainer, engines and export, such as `rope_scaling` for YaRN. Tensors stay the same."""
+    """Other values of the model's config.json for trainer, engines and export, such as `rope_scaling` for YaRN. Tensors
+    stay the same.
+    """
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train_global_batch_size: Positive = follows("mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}")
-    """Sequences per optimizer step (dpo, rm: pairs). In GRPO it divides a step's rollouts, which then make several updates in order."""
+    """Sequences per optimizer step (dpo, rm: pairs). In GRPO it divides a step's rollouts, which then make several
+    updates in order.
+    """
     train_micro_batch_size: Positive = 1
-    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
+    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences
+    of a row.
+    """
     logprob_batch_size: Positive = follows("policy.train_micro_batch_size")
     """Longest sequences that fit into a row of logprob passes; without packing and dynamic batching, its sequences."""
     logprob_chunk_size: Positive | None = None
-    """Tokens whose logits are in memory at once; training then computes the output layer twice. null = all of a row, kept for backward."""
+    """Tokens whose logits are in memory at once; training then computes the output layer twice. null = all of a row,
+    kept for backward.
+    """
     max_total_sequence_length: AtLeastTwo = 512
     """Longest prompt plus rollout, in tokens."""
     make_sequence_length_divisible_by: Positive = follows("policy.megatron_cfg.tensor_model_parallel_size")
-    """Packed rows are padded to a multiple of this, and of what parallelism needs: of TP, under sequence parallelism."""
+    """Packed rows are padded to a multiple of this, and of what parallelism needs: of TP, under sequence
+    parallelism.
+    """
     precision: Precision = "float32"
     """Type of weights and activations."""
     max_grad_norm: NotNegative = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
     not_finite_steps: Literal["stop", "skip"] = "stop"
-    """An update whose loss or gradient is NaN or Inf changes nothing, and its batch is recorded. The run stops, or skips the update."""
+    """An update whose loss or gradient is NaN or Inf changes nothing, and its batch is recorded. The run stops, or
+    skips the update.
+    """
     max_skipped_steps: Positive = 10
-    """With `not_finite_steps=skip`, the run saves and ends with exit code 1 after this many steps in a row with a skipped
-    update."""
+    """With `not_finite_steps=skip`, the run saves and ends with exit code 1 after this many steps in a row with a
+    skipped update."""
     offload_optimizer_for_logprob: bool = False
     """Keep gradients and optimizer off the GPUs outside of train steps, also where engines have their own GPUs."""
     refit_buffer_size_gb: AboveZero = 0.25
-    """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes), for two rounds at a time. Smaller = more rounds."""
+    """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes), for two rounds at a time. Smaller =
+    more rounds.
+    """
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
@@ -113,7 +145,9 @@ class PolicyConfig:
     def output_chunk_tokens(self) -> int | None:
         """Tokens for which the output layer is computed at a time; None = a whole packed row."""
         megatron = self.megatron_cfg
-        given = megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
+        given = (
+            megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
+        )
         # The logits of all MTP steps at once would be several times the model's.
         return given or (_MTP_CHUNK_TOKENS if megatron.trains_mtp else None)
 

@@ -50,14 +50,17 @@ class ValueLossConfig:
     scale: NotNegative = 1.0
     """Weight of the loss of values."""
     cliprange: NotNegative | None = None
-    """The loss does not reward moving values farther than this from those before the step's updates; 0 or null = no bound."""
+    """The loss does not reward moving values farther than this from those before the step's updates; 0 or null = no
+    bound.
+    """
 
 
 @dataclass
 class ValueConfig:
     """The critic: a model with a head that gives one number at each token. It reads the policy's tokens, on its GPUs.
 
-    Keys as in `policy`. A default that takes a value from `policy` elsewhere in these tables takes it from `value` here.
+    Keys as in `policy`. A default that takes a value from `policy` elsewhere in these tables takes it from `value`
+    here.
     """
 
     model_name: str = follows("policy.model_name")
@@ -65,7 +68,9 @@ class ValueConfig:
     train_global_batch_size: Positive = follows("policy.train_global_batch_size")
     """Sequences per optimizer step of the critic."""
     train_micro_batch_size: Positive = follows("policy.train_micro_batch_size")
-    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
+    """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences
+    of a row.
+    """
     logprob_batch_size: Positive = follows("value.train_micro_batch_size")
     """Longest sequences that fit into a row of the pass that computes values before the updates."""
     max_total_sequence_length: AtLeastTwo = follows("policy.max_total_sequence_length")

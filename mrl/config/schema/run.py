@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every config key: one dataclass per YAML section, names as in NeMo RL. The string below a field is its manual.
 
-Here: the whole run, and the sections that are short; the others have a file each. Defaults stand there and nowhere else.
-A default written `"${...}"` follows another key and is resolved by `mrl.config.load`.
+Here: the whole run, and the sections that are short; the others have a file each. Defaults stand there and nowhere
+else. A default written `"${...}"` follows another key and is resolved by `mrl.config.load`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
 from mrl.phases import ModelName, role_of
 
 LIKE_POLICY = ("value",)
-"""Sections of other models, with keys of `policy`: here a shared class takes defaults from the section instead of `policy`."""
+"""Sections of other models, with keys of `policy`: here a shared class takes defaults from the section instead of
+`policy`.
+"""
 # Rollouts of an engine where nobody knows how many a validation has.
 SOME_SEQS = 128
 # vLLM's own limits on GPUs of 70 GB and more. Longer steps bring a CPU nothing, and take its memory.
@@ -50,11 +52,15 @@ class CheckpointingConfig:
     checkpoint_dir: str = "results/grpo"
     """Folder of the run. A run resumes from the newest complete checkpoint in it."""
     metric_name: str | None = "val:accuracy"
-    """Metric that ranks checkpoints: `train:<metric>` or `val:<metric>`; null = newer is better. A checkpoint without it is the worst."""
+    """Metric that ranks checkpoints: `train:<metric>` or `val:<metric>`; null = newer is better. A checkpoint without
+    it is the worst.
+    """
     higher_is_better: bool = True
     """Direction of that metric."""
     keep_top_k: Positive | None = 3
-    """Number of kept checkpoints of `save_period`, the best ones; null = all. The newest checkpoint is always kept, too."""
+    """Number of kept checkpoints of `save_period`, the best ones; null = all. The newest checkpoint is always kept,
+    too.
+    """
     save_period: Positive = 10
     """Save every this many steps, and at the end."""
     ft_save_period: Positive | None = None
@@ -65,12 +71,14 @@ class CheckpointingConfig:
     """Save optimizer state; without it a run cannot resume exactly."""
     keep_rollouts_gb: NotNegative = 16.0
     """Rollouts that a resumed run would else sample again are kept, in a folder of at most so many GB; 0 = none are."""
-    allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic", "checkpoints"]] = field(default_factory=list)
-    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide. Checkpoints: the run begins
-    at step 0 if all that it has saved are gone."""
+    allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic", "checkpoints"]] = field(
+        default_factory=list
+    )
+    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide.
+    Checkpoints: the run begins at step 0 if all that it has saved are gone."""
     checkpoint_must_save_by: str | None = None
-    """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends with exit code 75 before a step that
-    would end later; null = never."""
+    """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends with exit code 75 before a step
+    that would end later; null = never."""
 
     @property
     def must_save_by_s(self) -> float | None:
@@ -85,14 +93,18 @@ class ClusterConfig:
     num_nodes: Positive = 1
     """Hosts."""
     gpus_per_node: Count = 0
-    """GPUs of a host; 0 = a run on CPUs; auto = those of the host that loads the config (CUDA_VISIBLE_DEVICES and MRL_CPU count)."""
+    """GPUs of a host; 0 = a run on CPUs; auto = those of the host that loads the config (CUDA_VISIBLE_DEVICES and
+    MRL_CPU count).
+    """
     master_port_range_low: Port | None = None
-    """Policy ranks of several nodes meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port.
-    Ranks of one node meet in a file."""
+    """Policy ranks of several nodes meet at a free port of the first of them, from here to below
+    `master_port_range_high`; null = any port. Ranks of one node meet in a file."""
     master_port_range_high: PortEnd | None = None
     """End of that range, not itself in it."""
     bind_to_numa: bool = True
-    """Bind policy ranks and engine workers to the CPUs and the memory of their GPU's NUMA node, as far as the host says which it is."""
+    """Bind policy ranks and engine workers to the CPUs and the memory of their GPU's NUMA node, as far as the host says
+    which it is.
+    """
     cpu_units_per_node: Positive = 1
     """Policy ranks per host on hosts without GPUs."""
 
@@ -119,7 +131,8 @@ class DeadlinesConfig:
     generate_s: AboveZero = 600.0
     """Seconds without a finished rollout after which generation has failed."""
     reward_s: AboveZero = 120.0
-    """Seconds, beyond the longest `env.NAME.timeout_s`, in which no worker begins or ends a rollout: then rewards have failed.
+    """Seconds, beyond the longest `env.NAME.timeout_s`, in which no worker begins or ends a rollout: then rewards have
+    failed.
 
     Rollouts that wait for a worker are waited for; the metric `rollout/reward_wait_s` says how long.
     """
@@ -130,7 +143,9 @@ class DeadlinesConfig:
     checkpoint_s: AboveZero | None = None
     """Seconds to save, to check or to load a checkpoint; null = by its size and the nodes: `--check` prints it."""
     notice_s: AboveZero = 50.0
-    """Seconds without progress after which the driver names the process that hangs, within a minute, and keeps everybody's stacks."""
+    """Seconds without progress after which the driver names the process that hangs, within a minute, and keeps
+    everybody's stacks.
+    """
 
 
 @dataclass
@@ -140,7 +155,9 @@ class ProfilerConfig:
     ranks: list[int] = field(default_factory=lambda: [0])
     """Policy ranks that record."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that runs the ranks."""
+    """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that
+    runs the ranks.
+    """
 
 
 @dataclass(frozen=True)
@@ -162,8 +179,8 @@ class RunConfig:
     facts = Facts()
     """No key. `with_value` keeps it, and `dataclasses.replace` does not."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
-    """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo,
-    and rm for a reward model)."""
+    """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations
+    (sft), or pairs (dpo, and rm for a reward model)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -177,8 +194,8 @@ class RunConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     teacher: PolicyConfig | None = None
-    """The model that the policy learns from in distillation. It has the keys of `policy`; keys that it leaves out, except model_name and
-    tokenizer, have that section's value. Parallel sizes may differ."""
+    """The model that the policy learns from in distillation. It has the keys of `policy`; keys that it leaves out,
+    except model_name and tokenizer, have that section's value. Parallel sizes may differ."""
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -206,7 +223,9 @@ class RunConfig:
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
         # Only the policy trains MTP layers, and engines choose experts only for the policy.
         megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
-        seen.policy = dataclasses.replace(section, generation=generation, megatron_cfg=megatron, router_replay=RouterReplayConfig())
+        seen.policy = dataclasses.replace(
+            section, generation=generation, megatron_cfg=megatron, router_replay=RouterReplayConfig()
+        )
         return seen
 
     @property
@@ -229,7 +248,11 @@ class RunConfig:
         """Teacher models, which are not trained."""
         if self.algorithm == "distillation":
             return {} if self.teacher is None else {"teacher": self.teacher}
-        return {} if self.teaching is None else {f"teacher:{name}": section for name, section in self.facts.teachers.items()}
+        return (
+            {}
+            if self.teaching is None
+            else {f"teacher:{name}": section for name, section in self.facts.teachers.items()}
+        )
 
     @property
     def teaching(self) -> OnPolicyDistillationConfig | None:
@@ -283,7 +306,9 @@ class RunConfig:
     @property
     def keeps_reference(self) -> bool:
         """Tells whether the loss compares with the starting model."""
-        return self.algorithm == "dpo" or (self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0)
+        return self.algorithm == "dpo" or (
+            self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0
+        )
 
     @property
     def num_passes(self) -> int:
@@ -336,7 +361,9 @@ class RunConfig:
         """Tells whether a step computes the policy's logprobs before its update."""
         uses_ratios = self.algorithm in ("grpo", "ppo")
         has_ratio = not self.loss_fn.force_on_policy_ratio
-        return uses_ratios and (has_ratio or self.grpo.seq_logprob_error_threshold is not None or self.teaching is not None)
+        return uses_ratios and (
+            has_ratio or self.grpo.seq_logprob_error_threshold is not None or self.teaching is not None
+        )
 
     @property
     def compares_rollouts(self) -> bool:
@@ -389,7 +416,11 @@ class RunConfig:
 
         `mrl.plan.memory` lowers the latter to what the cache holds.
         """
-        vllm, grpo, num_rows = self.policy.generation.vllm_cfg, self.rollouts, 1 + self.policy.generation.num_proposed_tokens
+        vllm, grpo, num_rows = (
+            self.policy.generation.vllm_cfg,
+            self.rollouts,
+            1 + self.policy.generation.num_proposed_tokens,
+        )
         trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
         validated = (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt
         needed = -(-max(trained, validated) // max(1, self.num_engines * vllm.num_groups))
@@ -401,7 +432,9 @@ class RunConfig:
         fitting = MOST_SEQS if vllm.max_num_batched_tokens is None else max(1, vllm.max_num_batched_tokens // num_rows)
         num_seqs = vllm.max_num_seqs or min(needed, MOST_SEQS, fitting)
         most_tokens = MOST_TOKENS if self.cluster.gpus_per_node else MOST_CPU_TOKENS
-        num_tokens = vllm.max_num_batched_tokens or max(num_seqs * num_rows, min(num_seqs * vllm.max_model_len, most_tokens))
+        num_tokens = vllm.max_num_batched_tokens or max(
+            num_seqs * num_rows, min(num_seqs * vllm.max_model_len, most_tokens)
+        )
         return EngineLimits(num_seqs, num_tokens)
 
     @property
@@ -423,7 +456,9 @@ def fields_of(section: type) -> dict[str, Any]:
 
 
 SAME_KEYS = {"teacher": "policy"}
-"""Sections with the keys of another, whose documentation and rules they share. `mrl.config.load` reads them as that other section."""
+"""Sections with the keys of another, whose documentation and rules they share. `mrl.config.load` reads them as that
+other section.
+"""
 
 
 def _keys(section: type, prefix: str = "") -> dict[str, tuple[str, str]]:

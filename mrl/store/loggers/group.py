@@ -58,7 +58,9 @@ class Loggers:
             SinkThread(
                 name,
                 config.logger,
-                LoggedRun(str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain, config.facts.secrets),
+                LoggedRun(
+                    str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain, config.facts.secrets
+                ),
                 on_open=lambda run_id, name=name: self._remember(name, run_id),
             )
             for name in names
@@ -90,7 +92,10 @@ class Loggers:
         """Records rollouts as text, each cut to its share of `MAX_SAMPLE_CHARACTERS`."""
         if samples and step > self._memory.last_step:
             limit = MAX_SAMPLE_CHARACTERS // len(samples) // 2
-            short = [Sample(sample.prompt[:limit], sample.rollout[:limit], sample.expected[:limit], sample.reward) for sample in samples]
+            short = [
+                Sample(sample.prompt[:limit], sample.rollout[:limit], sample.expected[:limit], sample.reward)
+                for sample in samples
+            ]
             for thread in self._threads:
                 thread.put(lambda sink: sink.log_samples(samples=short, step=step))
 
@@ -128,7 +133,11 @@ def _memory_in(file: Path) -> Memory:
 
 def switched_on(config: LoggerConfig) -> list[str]:
     flags = {"tensorboard": config.tensorboard_enabled, "wandb": config.wandb_enabled}
-    flags |= {"swanlab": config.swanlab_enabled, "mlflow": config.mlflow_enabled, "prometheus_client": config.prometheus_port is not None}
+    flags |= {
+        "swanlab": config.swanlab_enabled,
+        "mlflow": config.mlflow_enabled,
+        "prometheus_client": config.prometheus_port is not None,
+    }
     return [*(name for name, is_on in flags.items() if is_on), *config.own]
 
 

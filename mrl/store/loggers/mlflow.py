@@ -64,7 +64,9 @@ class MlflowSink:
         self.log(metrics, seconds)
 
     def log_samples(self, samples: list[Sample], step: int) -> None:
-        self._client.log_text(self.run_id, "\n\n".join(sample.block() for sample in samples), f"{SAMPLES}/step_{step}.txt")
+        self._client.log_text(
+            self.run_id, "\n\n".join(sample.block() for sample in samples), f"{SAMPLES}/step_{step}.txt"
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self.run_id)

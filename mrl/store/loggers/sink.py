@@ -19,7 +19,9 @@ SINKS = {
     "mlflow": ("MLflow", "mrl.store.loggers.mlflow:MlflowSink"),
     "prometheus_client": ("Prometheus", "mrl.store.loggers.prometheus:PrometheusSink"),
 }
-"""Title and class of every logger, by the name of its package and of its section. The class takes a `LoggerConfig` and a `LoggedRun`."""
+"""Title and class of every logger, by the name of its package and of its section. The class takes a `LoggerConfig` and
+a `LoggedRun`.
+"""
 
 HOST_STEP = "ray/ray_step"
 """The x axis of host metrics, as NeMo RL names it: seconds since the first start of the run."""
@@ -58,10 +60,17 @@ class Sample:
 
     def block(self) -> str:
         """The sample for a console or a text panel."""
-        parts = {"Prompt": self.prompt, "Rollout": self.rollout, "Expected answer": self.expected, "Reward": f"{self.reward:g}"}
+        parts = {
+            "Prompt": self.prompt,
+            "Rollout": self.rollout,
+            "Expected answer": self.expected,
+            "Reward": f"{self.reward:g}",
+        }
         lines = []
         for title, text in parts.items():
-            lines += [f"{title}:", *("    " + line for line in text.splitlines())] if "\n" in text else [f"{title}: {text}"]
+            lines += (
+                [f"{title}:", *("    " + line for line in text.splitlines())] if "\n" in text else [f"{title}: {text}"]
+            )
         return "\n".join(lines)
 
 

@@ -125,6 +125,10 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends this process with `main`'s exit code, even while a logger, disk or console hangs: Python would wait."""
     code = run_entry(main)
     logging.shutdown()
-    if not settle_console() or is_waiting() or any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
+    if (
+        not settle_console()
+        or is_waiting()
+        or any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate())
+    ):
         os._exit(code)
     sys.exit(code)

@@ -50,7 +50,9 @@ class WandbSink:
 
 
 def _start(settings: WandbConfig, run: LoggedRun, mode: str | None) -> wandb.Run:
-    quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True, x_disable_meta=command_has_secret(run.secrets))
+    quiet = wandb.Settings(
+        init_timeout=INIT_TIMEOUT_S, console="off", silent=True, x_disable_meta=command_has_secret(run.secrets)
+    )
     # Without this, a login without a key asks the terminal for one.
     wandb.setup(quiet)
     return wandb.init(

@@ -33,7 +33,10 @@ SETTINGS = [
     "grpo.use_dynamic_sampling=true",
     "grpo.max_val_samples=2",
     "grpo.max_num_steps=20",
-    "grpo.reward_shaping={enabled: true, overlong_buffer_length: 1, overlong_buffer_penalty: 0.01, max_response_length: 10}",
+    (
+        "grpo.reward_shaping={enabled: true, overlong_buffer_length: 1, overlong_buffer_penalty: 0.01, "
+        "max_response_length: 10}"
+    ),
     "grpo.overlong_filtering=true",
     "reward_penalties.penalize_unwanted_tokens=true",
     f"reward_penalties.token_ids.unwanted={UNWANTED}",
@@ -73,7 +76,10 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         train_step(run, state)
         # A group without a signal is left out, and counted; the next ones take its place, and one is left over.
         assert [group.prompt for group in taken[0]] == prompts[1:3]
-        assert state.metrics["rollout/dropped_agent_groups"] == 1 and state.metrics["train/dynamic_sampling_num_gen_batches"] == 2
+        assert (
+            state.metrics["rollout/dropped_agent_groups"] == 1
+            and state.metrics["train/dynamic_sampling_num_gen_batches"] == 2
+        )
         assert state.metrics["train/max_trajectory_age"] == 0 and state.metrics["train/token_mult_prob_error"] <= 1.001
         first = payloads(taken[0])
         assert_penalties(taken[0], first)
@@ -83,7 +89,9 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # Branches of one answer too: routes are those of the weights in the model folder.
         sequences = [rollout for group in first for sequences in group for rollout in sequences]
         assert len(sequences) == 2 * 4 * 2
-        routes.assert_own_routes(models.nemotron_h(), dict(zip(map(str, range(16)), sequences, strict=True)), more_than=300)
+        routes.assert_own_routes(
+            models.nemotron_h(), dict(zip(map(str, range(16)), sequences, strict=True)), more_than=300
+        )
         assert state.metrics["train/router_mismatch"] <= 0.02
 
         free.write_text("*")
@@ -94,7 +102,9 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # Those that waited have turns of both weights.
         assert state.metrics["rollout/mixed_version_fraction"] == 0.5
         measured = run.supplier.validate(state)
-        assert measured["val/num_samples"] == 2 and measured["val/accuracy"] == pytest.approx(measured["val/patient/reward"])
+        assert measured["val/num_samples"] == 2 and measured["val/accuracy"] == pytest.approx(
+            measured["val/patient/reward"]
+        )
         assert measured["val/patient/turns"] == 3 and measured["val/mean_length"] > 2
         train_step(run, state)
         events = [json.loads(line) for line in run.folder.ledger.path.read_text().splitlines()]
@@ -112,7 +122,9 @@ def assert_too_old_groups_are_asked_again(
     picks = prompts_at(0, len(train), num_prompts=len(train), seed=run.config.grpo.seed)
     known = {*ledger.state.taken, *ledger.state.consumed}
     held = next(train[index] for _, index in picks if (0, train[index].prompt_id) not in known)
-    (folder / "free").write_text("\n".join(prompt.text for prompt in map(train.__getitem__, range(len(train))) if prompt != held))
+    (folder / "free").write_text(
+        "\n".join(prompt.text for prompt in map(train.__getitem__, range(len(train))) if prompt != held)
+    )
     while held.prompt_id not in {asked.prompt.prompt_id for asked in queue._asked.values()}:
         train_step(run, state)
     asked_of = state.weight_version
@@ -129,7 +141,9 @@ def assert_too_old_groups_are_asked_again(
     versions = {turn.weight_version for sequences in sampled for rollout in sequences for turn in rollout.turns}
     assert num_again >= 1 and min(versions) >= state.weight_version - 2 and min(versions) > asked_of + 1
     # Four rollouts were asked for twice.
-    assert [line.partition(" ")[2] for line in (folder / "waiting").read_text().splitlines()].count(held.text) == 2 * len(sampled)
+    assert [line.partition(" ")[2] for line in (folder / "waiting").read_text().splitlines()].count(
+        held.text
+    ) == 2 * len(sampled)
 
 
 def assert_penalties(groups: list[RolloutGroup], sampled: list[list[list[Rollout]]]) -> None:

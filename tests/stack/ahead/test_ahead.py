@@ -76,7 +76,10 @@ def drift_from_start(update: Update) -> float:
 
 def loss_by_hand(update: Update) -> float:
     """Loss of a step's first update, whose ratios are 1: advantages, weighted by the trainer's relative likelihood."""
-    gained = sum(float((row.loss_mask_T * row.advantages_T * torch.exp(old - row.generator_logprobs_T)).sum()) for row, old in update)
+    gained = sum(
+        float((row.loss_mask_T * row.advantages_T * torch.exp(old - row.generator_logprobs_T)).sum())
+        for row, old in update
+    )
     return -gained / sum(float(row.loss_mask_T.sum()) for row, _ in update)
 
 
@@ -142,7 +145,11 @@ def fall_silent(actor) -> None:
 def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(tmp_path: Path):
     keys = ["grpo.max_rollout_turns=2", "deadlines.generate_s=20"]
     with running(tmp_path, *keys) as (run, state):
-        source, engines, sampling = run.supplier.session.collector, run.supplier.session.engines, run.supplier.queue._sampling
+        source, engines, sampling = (
+            run.supplier.session.collector,
+            run.supplier.session.engines,
+            run.supplier.queue._sampling,
+        )
         source.drain(on_tick=lambda: None)
         run.supplier.session.rewards.apply(fall_silent)
         for index, max_new_tokens in ((0, 1), (1, 1200)):

@@ -54,13 +54,22 @@ def scale_weights(policy) -> None:
 
 
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return (
+        Path(f"/proc/{pid}").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    )
 
 
 @pytest.mark.long("cluster")
 @pytest.mark.parametrize("kinds", [("tensor",), ("tensor", "expert"), ("pipeline",), ("expert",)], ids="+".join)
-def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, kinds: tuple[str, ...]):
-    sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1", "policy.generation.vllm_cfg.expose_http_server=true"]
+def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
+    two_nodes: None, tmp_path: Path, kinds: tuple[str, ...]
+):
+    sizes = [
+        "cluster.num_nodes=2",
+        "cluster.cpu_units_per_node=1",
+        "policy.generation.vllm_cfg.expose_http_server=true",
+    ]
     engine = [f"policy.generation.vllm_cfg.{kind}_parallel_size=2" for kind in kinds]
     inputs = write_inputs(tmp_path, num_rows=8)
     if kinds == ("pipeline",):  # vLLM needs attention on both stages
@@ -90,7 +99,9 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: 
         assert engines.call(EngineVerbs.live_digest)[0] == loaded
         (again,) = engines.apply(sample, deadline_s=DEADLINE_S)
         assert differences(together, again) == []
-        with openai.OpenAI(base_url=engines.base_urls[0], api_key=engines.api_key, max_retries=0, timeout=HANG_S) as client:
+        with openai.OpenAI(
+            base_url=engines.base_urls[0], api_key=engines.api_key, max_retries=0, timeout=HANG_S
+        ) as client:
             for one in REQUESTS:
                 (choice,) = completion(client, list(one.token_ids), seed=one.seed, max_tokens=16).choices
                 rollout = together[one.request_id]
@@ -106,7 +117,9 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: 
 
         # One process, without tensor parallelism, draws the same tokens.
         alone = load_config("grpo_tiny.yaml", [f"policy.model_name={config.policy.model_name}", *SMALL, *sizes])
-        actor = start_actor(EngineActor, placement.options(0, engine_variables(alone, {})), tmp_path / "logs/alone.log", {})
+        actor = start_actor(
+            EngineActor, placement.options(0, engine_variables(alone, {})), tmp_path / "logs/alone.log", {}
+        )
         ray.get(ask(actor, EngineActor.build, alone, (), (), ""), timeout=DEADLINE_S)
         expected = cast(dict[str, Rollout], ray.get(ask(actor, EngineActor.apply, serve_alone), timeout=DEADLINE_S))
         for key, rollout in together.items():

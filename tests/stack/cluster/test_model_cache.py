@@ -51,12 +51,19 @@ def test_nodes_that_share_the_cache_pass_and_leave_nothing(nodes: list, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("is_mirror", "reason"), [(False, "node other cannot see"), (True, "the node of the driver cannot see what node other wrote")]
+    ("is_mirror", "reason"),
+    [(False, "node other cannot see"), (True, "the node of the driver cannot see what node other wrote")],
 )
 def test_a_node_that_does_not_share_the_cache_is_named(nodes: list, tmp_path: Path, is_mirror: bool, reason: str):
     root = tmp_path / "cache"
-    ray.get([nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)], timeout=HANG_S)
-    with pytest.raises(RuntimeError, match=f"{root}: this cache is not shared: {reason}.*set MRL_CACHE to a folder that all nodes share"):
+    ray.get(
+        [nodes[0].move.remote(root, root), nodes[1].move.remote(root, tmp_path / "other", is_mirror=is_mirror)],
+        timeout=HANG_S,
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=f"{root}: this cache is not shared: {reason}.*set MRL_CACHE to a folder that all nodes share",
+    ):
         check_shared(root, nodes, deadline_s=HANG_S, patience_s=0.5)
 
 
@@ -72,7 +79,10 @@ def test_a_damaged_entry_is_converted_again_and_named(tmp_path: Path, caplog: py
         assert data.name in caplog.text
         check_entry(cached)
     parallel = MegatronParallel()
-    with mcore_in_use(model, tmp_path / "cache", parallel=parallel) as cached, pytest.raises(ValueError, match="always"):
+    with (
+        mcore_in_use(model, tmp_path / "cache", parallel=parallel) as cached,
+        pytest.raises(ValueError, match="always"),
+    ):
         repair_unless(refuse, model, cached, parallel)
 
 

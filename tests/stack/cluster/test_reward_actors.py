@@ -105,7 +105,11 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         assert (metrics["rollout/reward_queue_max"], metrics["rollout/reward_restarts"]) == (NUM_ROLLOUTS // 2, 1)
 
         after = rewards.apply(node_and_pid, deadline_s=HANG_S)
-        assert [node for node, _ in after] == [node for node, _ in before] and after[0] == before[0] and after[1] != before[1]
+        assert (
+            [node for node, _ in after] == [node for node, _ in before]
+            and after[0] == before[0]
+            and after[1] != before[1]
+        )
         # Warns whenever it looks, also beside the last verdict.
         rewards.deadline_s = 0.0
         infos, prompts, expected = batch(50)
@@ -122,4 +126,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         assert "state T" in caplog.text
     folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
     wait_until(lambda: list(signs.parent.glob(f"{signs.name}*")) == [], "end of the folder of signs")
-    assert "=== reward actor 0" in (folder / "stacks-1.txt").read_text() and "The run hangs" in (folder / "watchdog.log").read_text()
+    assert (
+        "=== reward actor 0" in (folder / "stacks-1.txt").read_text()
+        and "The run hangs" in (folder / "watchdog.log").read_text()
+    )

@@ -62,7 +62,9 @@ class StandIn:
         ),
     ],
 )
-def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
+    overrides: list[str], order: list[str], monkeypatch: pytest.MonkeyPatch
+):
     calls: list[str] = []
     monkeypatch.setattr(session, "EngineGroup", lambda *_, **__: StandIn(calls, "engines"))
     monkeypatch.setattr(session, "Ranks", lambda *_, **__: calls.append("start ranks"))
@@ -82,7 +84,9 @@ class Threads(policies.PolicyActor):
         return os.environ["OMP_NUM_THREADS"]
 
 
-def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # To Ray a GPU is a number.
     monkeypatch.setattr(policies, "PolicyActor", Threads)
     one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false"]
@@ -96,8 +100,15 @@ def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_pat
 
 
 @pytest.mark.parametrize(("variables", "expected"), [("{}", 1), ("{OMP_NUM_THREADS: '2'}", 2)])
-def test_a_rank_on_a_cpu_host_has_one_thread_or_as_many_as_its_variables_say(tmp_path: Path, variables: str, expected: int):
-    one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false", f"env_vars={variables}"]
+def test_a_rank_on_a_cpu_host_has_one_thread_or_as_many_as_its_variables_say(
+    tmp_path: Path, variables: str, expected: int
+):
+    one_rank = [
+        "tensor_model_parallel_size=1",
+        "expert_model_parallel_size=1",
+        "sequence_parallel=false",
+        f"env_vars={variables}",
+    ]
     sizes = ["cluster.cpu_units_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     with placed_slots(config) as placement:
@@ -151,7 +162,10 @@ def entered(engines: EngineGroup, index: int) -> Phase:
 def test_a_ray_that_does_not_start_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
-    line = r"Ray does not start on this host, tried 3 times: \w+: .+; this host has \d+ cores, load .+; .+ raise deadlines\.start_s; [^\n]+"
+    line = (
+        r"Ray does not start on this host, tried 3 times: \w+: .+; this host has \d+ cores, load .+; .+ raise "
+        r"deadlines\.start_s; [^\n]+"
+    )
     with pytest.raises(NoCluster) as failed, placed_slots(config):
         pytest.fail("it starts")
     assert re.fullmatch(line, str(failed.value)), failed.value
@@ -194,18 +208,26 @@ def test_an_actor_that_rays_memory_monitor_kills_is_started_again_like_any_other
             wait_all({ActorName(ENGINE, 0): ask(idle, Idle.wait)}, deadline_s=HANG_S, what="waiting")
         return "done"
 
-    with pytest.raises(ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node"):
+    with pytest.raises(
+        ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node"
+    ):
         attempt(set())
     assert until_no_engine_dies(attempt, lambda _: None) == ("done", {0})
 
 
 def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(placement: Placement, monkeypatch: pytest.MonkeyPatch):
-    raylet = next(child for child in psutil.Process().children() if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE)
+    raylet = next(
+        child
+        for child in psutil.Process().children()
+        if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
+    )
     array = np.zeros(10**7, np.uint8)
     raylet.suspend()
     try:
         monkeypatch.setattr(calls, "FETCH_TIMEOUT_S", 0.5)
-        with pytest.raises(DeadlineExceeded, match=r"ray\.put: no answer within 0\.5 s: Ray's daemon .* \(raylet\) hangs"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"ray\.put: no answer within 0\.5 s: Ray's daemon .* \(raylet\) hangs"
+        ):
             calls.put(array)
     finally:
         raylet.resume()

@@ -50,8 +50,21 @@ def log_folder_of(printed: str) -> Path:
 
 @pytest.mark.long("async")
 def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_too(tmp_path: Path):
-    layout = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=1", "policy.generation.num_cpu_engines=2"]
-    command = [sys.executable, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *layout, REPLAY]
+    layout = [
+        "cluster.cpu_units_per_node=2",
+        "policy.generation.vllm_cfg.tensor_parallel_size=1",
+        "policy.generation.num_cpu_engines=2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mrl.doctor",
+        "grpo_tiny.yaml",
+        "--refit",
+        *write_inputs(tmp_path),
+        *layout,
+        REPLAY,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
@@ -62,7 +75,10 @@ def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_t
         r"refit +ok +[\d,]{7,} bytes verified, .*",
         r"new weights +ok +\d{3} tensors, all changed",
         r"logprobs engine 0 +ok +512 tokens, max \|dlogp\| \d.*e-0\d, mean .*, token_mult_prob_error 1\.0000.*",
-        r"logprobs engine 0, replayed +ok +512 tokens, max \|dlogp\| \d.*e-0\d, mean .*, token_mult_prob_error 1\.0000.*",
+        (
+            r"logprobs engine 0, replayed +ok +512 tokens, max \|dlogp\| \d.*e-0\d, mean .*, token_mult_prob_error "
+            r"1\.0000.*"
+        ),
         r"logprobs engine 1, replayed +ok +512 tokens, .*",
         r"logprobs engine 1 +ok +512 tokens, .*",
     ):
@@ -73,9 +89,17 @@ def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_t
 def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     # As many key heads as query heads: exchanged, they have each other's shapes.
     inputs = write_inputs(tmp_path)
-    multi_head = models.save_nemotron_h(tmp_path / "multi_head", num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
-    overrides = [*inputs, f"policy.tokenizer.name={tmp_path / 'model'}", f"policy.model_name={multi_head}", "cluster.cpu_units_per_node=2"]
-    # Every process computes the schedule, and takes keys for queries. Those that Ray starts read sitecustomize.py first.
+    multi_head = models.save_nemotron_h(
+        tmp_path / "multi_head", num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"]
+    )
+    overrides = [
+        *inputs,
+        f"policy.tokenizer.name={tmp_path / 'model'}",
+        f"policy.model_name={multi_head}",
+        "cluster.cpu_units_per_node=2",
+    ]
+    # Every process computes the schedule, and takes keys for queries. Those that Ray starts read sitecustomize.py
+    # first.
     (tmp_path / "sitecustomize.py").write_text(WRONG_EVERYWHERE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     right = Family.vllm_layout
@@ -84,7 +108,9 @@ def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     printed = capsys.readouterr().out
     assert re.search(r"^start +ok ", printed, re.MULTILINE)
     slot = f"model.layers.{ATTENTION_LAYER}.mixer.qkv_proj.weight"
-    assert re.search(rf"^refit zero +FAILED +refit zero changed 1 of \d+ tensors .* {re.escape(slot)}$", printed, re.MULTILINE)
+    assert re.search(
+        rf"^refit zero +FAILED +refit zero changed 1 of \d+ tensors .* {re.escape(slot)}$", printed, re.MULTILINE
+    )
     assert "What to do about refit zero: " in printed
     assert "logprobs" not in printed
     log_folder = log_folder_of(printed)
@@ -93,7 +119,9 @@ def test_a_wrong_rule_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_bad_input_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert doctor.main(["grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), "policy.generation.num_cpu_engines=9"]) == 2
+    assert (
+        doctor.main(["grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), "policy.generation.num_cpu_engines=9"]) == 2
+    )
     assert "policy.generation.num_cpu_engines=9" in capsys.readouterr().out
 
 
@@ -122,7 +150,9 @@ def test_limits_of_logprob_differences(error: float, num_off: int, precision: st
     generator = [-1.0] * 200
     trainer = np.array([-1.0 + error] * num_off + generator[num_off:], dtype=np.float32)
     halves = [rollout_with(generator[:70]), rollout_with(generator[70:])]
-    finding = refit.compare(halves, [trainer[:70], trainer[70:]], precision, refit.MAX_MULT_PROB_ERROR, subject="engine 0")
+    finding = refit.compare(
+        halves, [trainer[:70], trainer[70:]], precision, refit.MAX_MULT_PROB_ERROR, subject="engine 0"
+    )
     assert finding.is_ok == is_ok, finding
 
 

@@ -68,10 +68,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tensorboard_has_every_step_of_each_attempt(folder: Path):
     for number, steps in ((1, [0, 1, 2]), (2, [2, 3])):
         (file,) = (folder / f"exp_{number:03d}" / "tensorboard").glob("events.out.tfevents.*")
-        values = [(value.tag, event.step, value) for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
+        values = [
+            (value.tag, event.step, value)
+            for event in EventFileLoader(str(file)).Load()
+            for value in event.summary.value
+        ]
         losses = [(step, value.tensor.float_val[0]) for tag, step, value in values if tag == "train/loss"]
         assert losses == [(step, 10.0 + step) for step in steps]
-        assert {"timing/train/total_step_time", "validation/avg_length", "ray/node.0.mem_gb"} <= {tag for tag, _, _ in values}
+        assert {"timing/train/total_step_time", "validation/avg_length", "ray/node.0.mem_gb"} <= {
+            tag for tag, _, _ in values
+        }
         texts = [value.tensor.string_val[0].decode() for tag, _, value in values if tag == "validation/samples"]
         # Texts of a step that a former attempt has logged are there already.
         assert len(texts) == {1: 3, 2: 1}[number] and "Rollout:\n    two\n    of step" in texts[0]
@@ -123,7 +129,9 @@ def test_a_server_that_never_answers_costs_records_and_no_time(
     loggers.close()
     assert loggers.num_lost == 5
     (failure, lost) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert failure.startswith("MLflow fails, and the run goes on without it: MlflowException:") and SECRET not in failure
+    assert (
+        failure.startswith("MLflow fails, and the run goes on without it: MlflowException:") and SECRET not in failure
+    )
     assert lost == "Records lost by MLflow: 5; metrics.jsonl has every step"
 
 

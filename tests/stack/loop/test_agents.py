@@ -41,11 +41,19 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         task = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.rows.append(task["row"])
-        body = {"model": task["model"], "messages": [{"role": "user", "content": task["row"]["prompt"]}], "max_tokens": 6}
+        body = {
+            "model": task["model"],
+            "messages": [{"role": "user", "content": task["row"]["prompt"]}],
+            "max_tokens": 6,
+        }
         headers = {"Authorization": f"Bearer {task['api_key']}"}
-        answer = httpx.post(f"{task['base_url']}/chat/completions", json=body, headers=headers, timeout=task["deadline_s"]).json()
+        answer = httpx.post(
+            f"{task['base_url']}/chat/completions", json=body, headers=headers, timeout=task["deadline_s"]
+        ).json()
         length = answer["usage"]["completion_tokens"]
-        reply = json.dumps({"components": {"length": length, "one": 1}, "metrics": {"luck": 0.25}, "mask": length == 1}).encode()
+        reply = json.dumps(
+            {"components": {"length": length, "one": 1}, "metrics": {"luck": 0.25}, "mask": length == 1}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
@@ -108,7 +116,9 @@ def sampled(live: LiveRun, env_name: str, num_prompts: int = 2) -> list[RolloutG
     prompts = [dataclasses.replace(supplier.data.train[index], env_name=env_name) for index in range(num_prompts)]
     asked: list[tuple[int, Prompt]] = [(EPOCH, prompt) for prompt in prompts]
     version = live.state.weight_version
-    return supplier.queue.sample(asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock())
+    return supplier.queue.sample(
+        asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock()
+    )
 
 
 def turns(rollouts: list[Rollout]) -> list[Drawn]:
@@ -125,7 +135,9 @@ def turns(rollouts: list[Rollout]) -> list[Drawn]:
 
 
 def rounded(drawn: list[Drawn]) -> Counter[Drawn]:
-    return Counter((prompt, ids, tuple(np.array(logprobs, dtype=np.float32).tolist())) for prompt, ids, logprobs in drawn)
+    return Counter(
+        (prompt, ids, tuple(np.array(logprobs, dtype=np.float32).tolist())) for prompt, ids, logprobs in drawn
+    )
 
 
 def test_ids_trained_are_ids_sampled_once_each(watched: LiveRun):
@@ -184,7 +196,10 @@ def test_an_agent_at_a_url(watched: LiveRun):
     for group in groups:
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
             assert verdict.reward == rollout.num_generated + 1 == verdict.components["length"] + 1
-            assert verdict.status == ("flagged" if rollout.num_generated == 1 else "ok") and verdict.metrics["luck"] == 0.25
+            assert (
+                verdict.status == ("flagged" if rollout.num_generated == 1 else "ok")
+                and verdict.metrics["luck"] == 0.25
+            )
 
 
 def test_the_gateway_and_an_engine_may_die(watched: LiveRun):
@@ -195,9 +210,17 @@ def test_the_gateway_and_an_engine_may_die(watched: LiveRun):
     assert published.gateway_url == f"{url}/v1"
     headers = {"Authorization": f"Bearer {published.gateway_key}"}
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    assert httpx.post(f"{published.gateway_url}/chat/completions", json=asked, headers=headers, timeout=HANG_S).status_code == 200
-    before = rounded(turns(pull([i for g in sampled(watched, "busy") for r in g.rollouts for i in r.sequences], timeout_s=HANG_S)))
-    pids = gateway.apply(lambda actor: os.getpid(), deadline_s=HANG_S), session.engines.apply(lambda engine: os.getpid(), deadline_s=HANG_S)
+    assert (
+        httpx.post(f"{published.gateway_url}/chat/completions", json=asked, headers=headers, timeout=HANG_S).status_code
+        == 200
+    )
+    before = rounded(
+        turns(pull([i for g in sampled(watched, "busy") for r in g.rollouts for i in r.sequences], timeout_s=HANG_S))
+    )
+    pids = (
+        gateway.apply(lambda actor: os.getpid(), deadline_s=HANG_S),
+        session.engines.apply(lambda engine: os.getpid(), deadline_s=HANG_S),
+    )
     os.kill(pids[1][0], signal.SIGKILL)
     after_engine = sampled(watched, "busy")
     os.kill(pids[0][0], signal.SIGKILL)

@@ -92,7 +92,11 @@ def test_rewards_and_others_ask_the_engines_while_the_run_trains(live: LiveRun, 
         assert after == [live.state.weight_version] * 2
         for asker in askers:
             versions = asker.result(timeout=TIMEOUT_S)
-            assert versions == sorted(versions) and {before, live.state.weight_version} >= set(versions) and len(versions) > 1
+            assert (
+                versions == sorted(versions)
+                and {before, live.state.weight_version} >= set(versions)
+                and len(versions) > 1
+            )
     assert live.state.metrics["rollout/failed"] == 0
     assert live.state.metrics["train/token_mult_prob_error"] <= 1.001
 
@@ -112,10 +116,18 @@ def test_rollouts_are_the_same_whoever_else_asks(live: LiveRun, endpoints: Endpo
 
     def sampled() -> list[list[str]]:
         version = live.state.weight_version
-        return texts(run.supplier.queue.sample(asked, run.supplier.data.sampling, num_generations=3, weight_version=version, clock=Clock()))
+        return texts(
+            run.supplier.queue.sample(
+                asked, run.supplier.data.sampling, num_generations=3, weight_version=version, clock=Clock()
+            )
+        )
 
     with ThreadPoolExecutor(8) as threads:
-        others = [threads.submit(ask, endpoints, base_url, f"hello {i}", i) for i in range(8) for base_url in endpoints.base_urls]
+        others = [
+            threads.submit(ask, endpoints, base_url, f"hello {i}", i)
+            for i in range(8)
+            for base_url in endpoints.base_urls
+        ]
         beside_others = sampled()
         assert all(other.result(timeout=TIMEOUT_S) for other in others)
     run.supplier.session.rewards.apply(set_environment, CoinToss())

@@ -20,7 +20,9 @@ def poison(policy) -> None:
         policy._batches[0].rows[0].advantages_T[:] = math.nan
 
 
-def test_a_step_with_a_nan_is_recorded_and_skipped(live: LiveRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_step_with_a_nan_is_recorded_and_skipped(
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     run, state = live.run, live.state
     call = run.session.policies.call
 
@@ -41,11 +43,18 @@ def test_a_step_with_a_nan_is_recorded_and_skipped(live: LiveRun, monkeypatch: p
     record = read_record(path, RecordedStep)
     sequences = [sequence for batch in record.batches for sequence in batch]
     trained = run.folder.ledger.state.trained[state.step]
-    assert sorted({(one.info.epoch, one.info.prompt_id) for one in sequences}) == sorted(trained) and "skipped" in record.problem
+    assert (
+        sorted({(one.info.epoch, one.info.prompt_id) for one in sequences}) == sorted(trained)
+        and "skipped" in record.problem
+    )
     assert all(len(one.tensors["old_logprobs"]) == one.info.num_tokens for one in sequences)
     is_poisoned = [bool(np.isnan(one.tensors["advantages"]).any()) for one in sequences]
     # By name of the rank: one that answers for the second data-parallel rank.
-    assert any(is_poisoned) and not all(is_poisoned) and {one.rank for one, bad in zip(sequences, is_poisoned, strict=True) if bad} == {2}
+    assert (
+        any(is_poisoned)
+        and not all(is_poisoned)
+        and {one.rank for one, bad in zip(sequences, is_poisoned, strict=True) if bad} == {2}
+    )
     train_step(run, state)
     assert state.metrics["train/num_skipped_updates"] == state.metrics["train/num_skipped_in_a_row"] == 0
     assert math.isfinite(state.metrics["train/loss"])

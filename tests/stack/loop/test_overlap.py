@@ -109,7 +109,9 @@ def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
     wait_until(lambda: find_damage(folder / f"step_{step}") is None, "published checkpoint")
     train_step(live.run, live.state)
     # Told at the end of the step in which it is published, or of the next one.
-    (hidden,) = [metrics[key] for metrics in (during, live.state.metrics) if (key := "time/checkpoint_hidden") in metrics]
+    (hidden,) = [
+        metrics[key] for metrics in (during, live.state.metrics) if (key := "time/checkpoint_hidden") in metrics
+    ]
     assert hidden > 0 and live.state.metrics["time/reward_hidden"] >= 0
 
 
@@ -146,7 +148,9 @@ def limit_files(policy, ranks: tuple[int, ...], limit: int) -> None:
 
 
 @pytest.mark.parametrize("full", [(0, 1, 2, 3), (2,)], ids=["before a rank writes", "while ranks write"])
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(live: LiveRun, caplog: pytest.LogCaptureFixture, full: tuple[int, ...]):
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
+    live: LiveRun, caplog: pytest.LogCaptureFixture, full: tuple[int, ...]
+):
     saver, folder = live.run.saver, live.run.folder
     train_step(live.run, live.state)
     saver.begin(live.state, waits=True)
@@ -155,7 +159,10 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(live: LiveRun, caplog:
     live.on_ranks(limit_files, full, 2**12)
     saver.begin(live.state)
     saver.finish()
-    assert f"the checkpoint of step {live.state.step} cannot be written: " in caplog.text and "File too large" in caplog.text
+    assert (
+        f"the checkpoint of step {live.state.step} cannot be written: " in caplog.text
+        and "File too large" in caplog.text
+    )
     with pytest.raises(RuntimeError, match="cannot be written"):
         saver.begin(live.state, waits=True)
     live.on_ranks(limit_files, full, resource.RLIM_INFINITY)
@@ -174,13 +181,17 @@ def move_common_file(policy, name: str) -> None:
     checkpoint.COMMON_FILE = name
 
 
-def test_small_files_that_rank_0_cannot_write_cost_the_checkpoint_and_not_the_run(live: LiveRun, caplog: pytest.LogCaptureFixture):
+def test_small_files_that_rank_0_cannot_write_cost_the_checkpoint_and_not_the_run(
+    live: LiveRun, caplog: pytest.LogCaptureFixture
+):
     saver, folder = live.run.saver, live.run.folder
     train_step(live.run, live.state)
     live.on_ranks(move_common_file, "no/common.pt")
     saver.begin(live.state)
     saver.finish()
-    with pytest.raises(SaveFailed, match=rf"checkpoint of step {live.state.step} cannot be written: .*iter_0000000: .*; the one before"):
+    with pytest.raises(
+        SaveFailed, match=rf"checkpoint of step {live.state.step} cannot be written: .*iter_0000000: .*; the one before"
+    ):
         saver.begin(live.state, waits=True)
     assert "Traceback" not in caplog.text and not list(folder.path.glob("tmp_*"))
     live.on_ranks(move_common_file, "common.pt")

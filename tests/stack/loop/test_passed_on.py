@@ -31,7 +31,12 @@ def test_arguments_of_megatron_are_those_of_the_live_ranks(live: LiveRun):
         config = policy._chunks[0].config
 
         has_gloo = parallel_state._DATA_PARALLEL_GROUP_GLOO is not None
-        return config.clone_scatter_output_in_embedding, config.attention_backend.name, has_gloo, os.environ.get("PASSED_ON")
+        return (
+            config.clone_scatter_output_in_embedding,
+            config.attention_backend.name,
+            has_gloo,
+            os.environ.get("PASSED_ON"),
+        )
 
     assert live.on_ranks(settings) == [(False, "flash", True, "to a rank")] * 4
 
@@ -56,7 +61,9 @@ def test_ranks_of_one_node_meet_in_a_file_that_nobody_else_may_open(live: LiveRu
 
 def test_a_run_of_one_node_listens_on_loopback_alone(live: LiveRun):
     listening = listening_sockets()
-    assert {"ray::PolicyActor", "ray::EngineActor"} <= {name.partition(".")[0].partition(":call")[0] for name, _ in listening}, listening
+    assert {"ray::PolicyActor", "ray::EngineActor"} <= {
+        name.partition(".")[0].partition(":call")[0] for name, _ in listening
+    }, listening
     assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
 
 
@@ -70,6 +77,8 @@ def test_what_processes_write_beside_the_run_is_private(live: LiveRun):
     session = str(Path(live.run.supplier.session.policies.master[0]).parent)
     found = set(live.on_ranks(places) + live.on_engines(places))
     assert {temporary for temporary, *_ in found} == {session}
-    assert {find_writable_by_others(Path(place)) for _, *caches in found for place in caches if Path(place).exists()} <= {None}
+    assert {
+        find_writable_by_others(Path(place)) for _, *caches in found for place in caches if Path(place).exists()
+    } <= {None}
     kept = {str(folder.expanduser().resolve()) for folder in env.compiled_folders()}
     assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {*kept, session}

@@ -147,19 +147,27 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     targets = [slot for slots in live.run.supplier.session.refit.slots.values() for slot in slots]
     assert len(targets) == 2
     assert report.verified_bytes == sum(schedule.class_of(target).written_bytes for target in targets)
-    live_bytes = sum(live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values())))
+    live_bytes = sum(
+        live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values()))
+    )
     assert report.verified_bytes + report.padding_bytes == live_bytes
 
 
-def test_the_driver_calls_a_rank_once_and_an_engine_twice_however_many_rounds_there_are(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_calls_a_rank_once_and_an_engine_twice_however_many_rounds_there_are(
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch
+):
     session, asked, waits = live.run.supplier.session, [], []
     assert session.refit.schedule.num_rounds > 4
     start = Actors.start
     monkeypatch.setattr(
-        Actors, "start", lambda self, verb, arguments: asked.append((self.kind, verb.__name__)) or start(self, verb, arguments)
+        Actors,
+        "start",
+        lambda self, verb, arguments: asked.append((self.kind, verb.__name__)) or start(self, verb, arguments),
     )
     for module in (calls, refit):
-        monkeypatch.setattr(module, "wait_all", lambda *arguments, **named: waits.append(named["what"]) or wait_all(*arguments, **named))
+        monkeypatch.setattr(
+            module, "wait_all", lambda *arguments, **named: waits.append(named["what"]) or wait_all(*arguments, **named)
+        )
     report = session.refit.run()
     monkeypatch.undo()
     live.state.weight_version = report.weight_version
@@ -186,10 +194,11 @@ def test_live_engines_equal_a_fresh_engine_on_the_export(live: LiveRun, tmp_path
     step = live.run.folder.path / f"step_{live.state.step}"
     assert convert(["mcore-to-hf", "--mcore", str(step), "--out", str(tmp_path / "export")]) == 0
     script = (
-        "import sys, json\nfrom mrl.config.schema.generation import GenerationConfig, VllmConfig\nfrom mrl.rollout.engine import Engine\n"
-        "config = GenerationConfig(max_new_tokens=8, vllm_cfg=VllmConfig(precision='float32', enforce_eager=True, max_model_len=256))\n"
-        "engine = Engine(sys.argv[1], config, seed=0, worker_timeout_s=3000.0)\n"
-        "print('DIGEST', json.dumps({str(slot): crc for slot, crc in engine.live_digest()[0].items()}))\n"
+        "import sys, json\nfrom mrl.config.schema.generation import GenerationConfig, VllmConfig\nfrom "
+        "mrl.rollout.engine import Engine\nconfig = GenerationConfig(max_new_tokens=8, "
+        "vllm_cfg=VllmConfig(precision='float32', enforce_eager=True, max_model_len=256))\nengine = "
+        "Engine(sys.argv[1], config, seed=0, worker_timeout_s=3000.0)\nprint('DIGEST', json.dumps({str(slot): crc "
+        "for slot, crc in engine.live_digest()[0].items()}))\n"
     )
     import json
     import os
@@ -222,7 +231,8 @@ def test_a_stale_replica_is_caught(live: LiveRun):
     live.on_ranks(go_stale, 3)
     with pytest.raises(RuntimeError, match=r"decoder\.layers"):
         train_step(live.run, live.state)
-    # The stale rank has lost its shard of the main parameters: the run would resume from a checkpoint, the tests start over.
+    # The stale rank has lost its shard of the main parameters: the run would resume from a checkpoint, the tests start
+    # over.
     live.run.supplier.session.policies.call(PolicyVerbs.load_hf, live.config.policy.model_name, deadline_s=DEADLINE_S)
     recover(live)
 
@@ -291,4 +301,6 @@ def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveR
     os.kill(live.on_engines(process_id)[0], signal.SIGKILL)
     train_step(live.run, live.state)
     assert len(found) == 2 * policies.world_size
-    assert {(PHASES[phase].gradients, PHASES[phase].optimizer, PHASES[phase].activations) for phase in found} == {("none", "host", "none")}
+    assert {(PHASES[phase].gradients, PHASES[phase].optimizer, PHASES[phase].activations) for phase in found} == {
+        ("none", "host", "none")
+    }

@@ -17,7 +17,8 @@ from tests.stack.loop.conftest import LiveRun
 
 def checksums(policy) -> dict[str, int]:
     return {
-        str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy()) for slot, tensor in policy.settled_weights().items()
+        str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy())
+        for slot, tensor in policy.settled_weights().items()
     }
 
 
@@ -30,7 +31,9 @@ def test_the_start_left_the_model_in_the_cache_cut_for_its_ranks(live: LiveRun):
     check_entry(item.path / "mcore")
 
 
-def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(live: LiveRun, caplog: pytest.LogCaptureFixture):
+def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(
+    live: LiveRun, caplog: pytest.LogCaptureFixture
+):
     policies, parallel = live.run.supplier.session.policies, live.config.policy.megatron_cfg.parallel
     hf = Path(live.config.policy.model_name)
     policies.load(hf, None, parallel)

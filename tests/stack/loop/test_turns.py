@@ -61,6 +61,7 @@ def test_both_turns_are_trained_on_and_the_observation_is_not(live: LiveRun, two
     metrics = live.state.metrics
     assert 1.5 < metrics["rollout/math/turns"] <= 2.0
     assert metrics["rollout/failed"] == 0 and live.run.supplier.session.rewards.num_undecided == 0
-    # Trainer and generator agree on every token of both turns; a token of the environment, of logprob 0, would stand out.
+    # Trainer and generator agree on every token of both turns; a token of the environment, of logprob 0, would stand
+    # out.
     assert metrics["train/token_mult_prob_error"] <= 1.001
     assert metrics["train/mean_abs_dlogp"] < 1e-5

@@ -11,7 +11,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+}
 
 
 async def said(client: AsyncOpenAI, messages: list, **body: Any) -> str:

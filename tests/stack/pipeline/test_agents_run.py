@@ -18,7 +18,12 @@ BUSY = [
     "cluster.cpu_units_per_node=2",
 ]
 MODEL = ROOT / "prepared" / "tiny" / "model"
-PPO = ["grpo.max_num_steps=2", "grpo.num_prompts_per_step=2", "ppo.val_at_start=false", "ppo.policy_training_start_step=0"]
+PPO = [
+    "grpo.max_num_steps=2",
+    "grpo.num_prompts_per_step=2",
+    "ppo.val_at_start=false",
+    "ppo.policy_training_start_step=0",
+]
 DISTILLATION = [f"teacher.model_name={MODEL}", "distillation.num_prompts_per_step=2", "distillation.max_num_steps=1"]
 DISTILLATION += ["distillation.val_at_start=false", "distillation.val_at_end=true", "distillation.max_val_samples=2"]
 MOPD = ["grpo.max_num_steps=1", "grpo.num_prompts_per_step=2", "grpo.val_at_start=false"]
@@ -46,5 +51,8 @@ def test_all_sequences_of_a_rollout_are_trained_once(tmp_path: Path, config: str
         assert row["rollout/busy/sequences"] == 3 and row["rollout/failed"] == 0
         # The mean is that of a rollout, with all its sequences, but for what a schema has forced.
         num_tokens = row["rollout/busy/num_rollouts"] * row["rollout/mean_length"]
-        assert row["train/num_valid_tokens"] == pytest.approx(num_tokens) and row["rollout/busy/untrained_tokens_forced"] > 0
+        assert (
+            row["train/num_valid_tokens"] == pytest.approx(num_tokens)
+            and row["rollout/busy/untrained_tokens_forced"] > 0
+        )
     assert "val_at_end" not in " ".join(overrides) or "[Validate] step 1: accuracy" in text

@@ -22,7 +22,9 @@ QUICKSTART = [
 
 @pytest.mark.long("parity")
 def test_five_steps_with_context_parallelism_have_the_losses_of_those_without(tmp_path: Path):
-    plain, context = (run(tmp_path / f"cp{size}", f"policy.megatron_cfg.context_parallel_size={size}") for size in (1, 2))
+    plain, context = (
+        run(tmp_path / f"cp{size}", f"policy.megatron_cfg.context_parallel_size={size}") for size in (1, 2)
+    )
     assert len(plain) == len(context) == 5 and len({step["train/reward"] for step in plain}) > 1
     for step, expected in zip(context, plain, strict=True):
         assert step["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)

@@ -23,7 +23,10 @@ from tests.stack.pipeline.test_pipeline_run import LAYOUT, TIMEOUT_S, rows
 SPECULATE = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
 
 _MEGATRON = "policy.megatron_cfg"
-LEARN = [f"{_MEGATRON}.mtp_{key}" for key in ("num_layers=2", "use_repeated_layer=true", "detach_heads=true", "loss_scaling_factor=0.3")]
+LEARN = [
+    f"{_MEGATRON}.mtp_{key}"
+    for key in ("num_layers=2", "use_repeated_layer=true", "detach_heads=true", "loss_scaling_factor=0.3")
+]
 TWO_RANKS = ["cluster.cpu_units_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=1"]
 # A random model is never right, so that no reward moves it.
 DECAY = "policy.megatron_cfg.optimizer.weight_decay=1.0"
@@ -37,7 +40,9 @@ def test_every_tensor_of_a_trained_model_is_accounted_for(tmp_path: Path):
     models.save_foreseeing(model, hybrid_override_pattern="MEM*-E", num_hidden_layers=6)
     (model / "generation_config.json").write_text(generation)
     tokenizer.save(model, model_max_length=1280)
-    steps = run(tmp_path / "run", inputs, ["grpo.max_num_steps=2", "checkpointing.save_period=2", SPECULATE, DECAY, *LEARN])
+    steps = run(
+        tmp_path / "run", inputs, ["grpo.max_num_steps=2", "checkpointing.save_period=2", SPECULATE, DECAY, *LEARN]
+    )
     assert len(steps) == 2 and max(step["rollout/spec_acceptance_rate"] for step in steps) > 0
     for step in steps:
         assert 0 <= step["rollout/spec_acceptance_rate"] <= 1 <= step["rollout/spec_acceptance_length"] <= 3
@@ -45,7 +50,8 @@ def test_every_tensor_of_a_trained_model_is_accounted_for(tmp_path: Path):
         # Logprobs are those of the tokens that were accepted, under the weights of the trainer.
         assert step["train/token_mult_prob_error"] <= 1.001
         assert step["train/mtp_grad_norm"] > 0 and all(step[f"train/mtp_{ahead}_loss"] > 0 for ahead in (1, 2))
-    # The export holds every tensor, and those of the MTP layers have learned as the others have. Routers are frozen, biases stay.
+    # The export holds every tensor, and those of the MTP layers have learned as the others have. Routers are frozen,
+    # biases stay.
     assert convert(["mcore-to-hf", "--mcore", str(tmp_path / "run" / "step_2"), "--out", str(tmp_path / "export")]) == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "export"))
     hf_config = json.loads((model / "config.json").read_text())

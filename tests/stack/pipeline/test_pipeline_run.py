@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole run as its command, at PP2 x DP2 x EP2 with router replay: from the warm-started model to a checkpoint resumed with
-two engines of TP2, and with a dedicated engine."""
+"""The whole run as its command, at PP2 x DP2 x EP2 with router replay: from the warm-started model to a checkpoint
+resumed with two engines of TP2, and with a dedicated engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def is_of_time(name: str) -> bool:
 
 def numbers(folder: Path) -> list[dict[str, float]]:
     """Metrics of the steps that no clock and no count of refits since the start has a part in."""
-    return [{name: value for name, value in row.items() if not is_of_time(name) and name != "refit/weight_version"} for row in rows(folder)]
+    return [
+        {name: value for name, value in row.items() if not is_of_time(name) and name != "refit/weight_version"}
+        for row in rows(folder)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +103,16 @@ def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Pat
 def test_an_engine_of_two_stages_or_groups_serves_a_run(tmp_path: Path, kind: str):
     # Attention and experts on both stages, as vLLM needs them.
     model = models.save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
-    sizes = ["cluster.cpu_units_per_node=2", f"policy.generation.vllm_cfg.{kind}_parallel_size=2", "grpo.max_num_steps=2"]
-    given = [f"policy.model_name={model}", f"policy.tokenizer.name={ROOT}/prepared/tiny/model", *(REPLAY if kind == "expert" else [])]
+    sizes = [
+        "cluster.cpu_units_per_node=2",
+        f"policy.generation.vllm_cfg.{kind}_parallel_size=2",
+        "grpo.max_num_steps=2",
+    ]
+    given = [
+        f"policy.model_name={model}",
+        f"policy.tokenizer.name={ROOT}/prepared/tiny/model",
+        *(REPLAY if kind == "expert" else []),
+    ]
     printed = train(tmp_path / "run", *sizes, *given)
     assert re.findall(r"^\d +\S+ +(\d) +(\d\.\d)$", printed, re.MULTILINE) == [("0", "0.0"), ("1", "0.1")], printed
     first, second = rows(tmp_path / "run")[1:]

@@ -97,7 +97,8 @@ def test_a_run_resumes_bit_for_bit_where_the_policy_has_no_moments_yet(three_ste
         shutil.rmtree(folder / f"step_{step}")
     assert find_damage(folder / f"step_{WARMUP}") is None
     sizes = {
-        name: sum(path.stat().st_size for path in (folder / f"step_{WARMUP}" / name).rglob("*.distcp")) for name in ("policy", "value")
+        name: sum(path.stat().st_size for path in (folder / f"step_{WARMUP}" / name).rglob("*.distcp"))
+        for name in ("policy", "value")
     }
     assert sizes["policy"] < sizes["value"] / 2
     train_ppo(folder, "ppo.val_at_start=false")
@@ -136,7 +137,11 @@ def test_a_run_ahead_does_not_refit_what_has_not_changed(tmp_path: Path):
 
 @pytest.mark.long("ppo")
 def test_new_engines_get_the_weights_of_a_run_that_resumes_while_the_critic_learns_alone(tmp_path: Path):
-    dedicated = ["ppo.val_at_start=false", "policy.generation.colocated.enabled=false", "ppo.policy_training_start_step=2"]
+    dedicated = [
+        "ppo.val_at_start=false",
+        "policy.generation.colocated.enabled=false",
+        "ppo.policy_training_start_step=2",
+    ]
     train_ppo(tmp_path / "run", *dedicated)
     for step in (2, 3):
         shutil.rmtree(tmp_path / f"run/step_{step}")

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def balancing_loss(model: PreTrainedModel, rows: list[list[list[int]]], kind: str, *, num_rows_at_once: int = 1) -> Tensor:
+def balancing_loss(
+    model: PreTrainedModel, rows: list[list[list[int]]], kind: str, *, num_rows_at_once: int = 1
+) -> Tensor:
     """The auxiliary loss of every layer with experts, summed. `num_rows_at_once`: the number of data-parallel ranks."""
     by_row = [[router_scores(model, sequence) for sequence in row] for row in rows]
     topk, num_layers = int(model.config.num_experts_per_tok), len(by_row[0][0])
@@ -29,7 +31,9 @@ def balancing_loss(model: PreTrainedModel, rows: list[list[list[int]]], kind: st
             assert kind == "global_aux_loss"
             total = torch.zeros(())
             for start in range(0, len(scores), num_rows_at_once):
-                now = [token for row in scores[start : start + num_rows_at_once] for sequence in row for token in sequence]
+                now = [
+                    token for row in scores[start : start + num_rows_at_once] for sequence in row for token in sequence
+                ]
                 so_far = [token for row in scores[: start + num_rows_at_once] for sequence in row for token in sequence]
                 total = total + imbalance(so_far, now, topk) * len(now)
             losses.append(total / len(tokens))
@@ -44,7 +48,9 @@ def imbalance(counted: list[Tensor], scored: list[Tensor], topk: int) -> Tensor:
         for expert in token.topk(topk).indices.tolist():
             choices[expert] += 1
     mean_scores = torch.stack(scored).mean(dim=0)
-    return sum((num_experts * choices[i] / (topk * len(counted)) * mean_scores[i] for i in range(num_experts)), torch.zeros(()))
+    return sum(
+        (num_experts * choices[i] / (topk * len(counted)) * mean_scores[i] for i in range(num_experts)), torch.zeros(())
+    )
 
 
 def router_scores(model: PreTrainedModel, sequence: list[int]) -> list[Tensor]:
@@ -72,7 +78,10 @@ def recorded_router_inputs(*models: PreTrainedModel) -> Iterator[list[tuple[nn.M
     """Inside, each router call adds the router and the hidden states [tokens, hidden] that it scores to the list."""
     inputs: list[tuple[nn.Module, Tensor]] = []
     gates = [module for model in models for name, module in model.named_modules() if name.endswith(".gate")]
-    hooks = [gate.register_forward_pre_hook(lambda gate, args: inputs.append((gate, args[0].flatten(0, -2)))) for gate in gates]
+    hooks = [
+        gate.register_forward_pre_hook(lambda gate, args: inputs.append((gate, args[0].flatten(0, -2))))
+        for gate in gates
+    ]
     yield inputs
     for hook in hooks:
         hook.remove()

@@ -38,7 +38,9 @@ def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[in
     class CoreAttention(DotProductAttention):
         """Megatron's own but for two arguments, which only Transformer Engine's takes."""
 
-        def __init__(self, *args: object, k_channels: int | None = None, v_channels: int | None = None, **kwargs: object) -> None:
+        def __init__(
+            self, *args: object, k_channels: int | None = None, v_channels: int | None = None, **kwargs: object
+        ) -> None:
             super().__init__(*args, **kwargs)
 
     hf_config = json.loads((folder / "config.json").read_text())
@@ -72,7 +74,9 @@ def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[in
             assert tuple(tensors[slot].shape) == content.shape, slot
             tensors[slot].zero_()
             for piece in content.pieces:
-                box_view(tensors[slot], piece.local).copy_(box_view(weights[piece.name], piece.box).view(lengths(piece.local)))
+                box_view(tensors[slot], piece.local).copy_(
+                    box_view(weights[piece.name], piece.box).view(lengths(piece.local))
+                )
         tokens = torch.tensor([sequence])
         mask = torch.ones(len(sequence), len(sequence)).tril()[None, None] < 0.5
         logits = model(tokens, torch.arange(len(sequence))[None], mask)

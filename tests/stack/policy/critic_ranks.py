@@ -14,7 +14,15 @@ from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow
 from tests.rollouts import pulled
-from tests.stack.policy.policy_ranks import open_models, optimizer_checksum, pack_rows, plan_of, raw_checksums, rollouts, sizes_of
+from tests.stack.policy.policy_ranks import (
+    open_models,
+    optimizer_checksum,
+    pack_rows,
+    plan_of,
+    raw_checksums,
+    rollouts,
+    sizes_of,
+)
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -39,10 +47,18 @@ def ppo_config(folder: Path, layout: str, critic_layout: str, *overrides: str) -
     """The laptop's config on the model in `folder`, policy and critic in these layouts."""
     words = ["value.megatron_cfg.num_layers_in_first_pipeline_stage=null"]
     for section, name in (("policy", layout), ("value", critic_layout)):
-        given = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1)
+        given = dict(
+            tensor_model_parallel_size=1,
+            expert_model_parallel_size=1,
+            sequence_parallel=False,
+            pipeline_model_parallel_size=1,
+        )
         words += [f"{section}.megatron_cfg.{key}={value}" for key, value in (given | sizes_of(name)).items()]
         words += [f"{section}.megatron_cfg.optimizer.{item}" for item in MARGINS]
-        words += [f"{section}.megatron_cfg.scheduler.lr_warmup_iters=0", f"{section}.megatron_cfg.freeze_moe_router=false"]
+        words += [
+            f"{section}.megatron_cfg.scheduler.lr_warmup_iters=0",
+            f"{section}.megatron_cfg.freeze_moe_router=false",
+        ]
     return load_config("ppo_tiny.yaml", [f"policy.model_name={folder}", *words, *overrides])
 
 
@@ -57,8 +73,14 @@ def rows_of(model: PolicyRank) -> list[PackedRow]:
 
     model.make_current()
     policy, sequences = model._config.policy, rollouts()
-    plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][model.dp_rank]
-    return pack_rows(policy, plan, {index: pulled(rollout, 0.0, is_valid, reward_of(index)) for index, rollout, _, is_valid in sequences})
+    plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][
+        model.dp_rank
+    ]
+    return pack_rows(
+        policy,
+        plan,
+        {index: pulled(rollout, 0.0, is_valid, reward_of(index)) for index, rollout, _, is_valid in sequences},
+    )
 
 
 def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
@@ -88,7 +110,9 @@ def step(policy: PolicyRank, critic: PolicyRank, found: Steps, *, trains_policy:
         found.policy += [policy.train_step() for _ in range(num_passes)]
     found.values += values
     found.returns += returns
-    found.checksums.append([(raw_checksums(model), optimizer_checksum(model)) for model in (policy, critic)] if trains_policy else None)
+    found.checksums.append(
+        [(raw_checksums(model), optimizer_checksum(model)) for model in (policy, critic)] if trains_policy else None
+    )
 
 
 # What follows runs on a rank.
@@ -110,7 +134,9 @@ def trained_bytes(rank: Rank, config: RunConfig) -> tuple[int, int, int]:
     with open_models(rank, [("critic", config), ("policy", config)]) as (critic, policy):
         step(policy, critic, Steps(), trains_policy=False)
         weights = sum(tensor.nbytes for tensor in critic._tensors.values())
-        buffers = [buffer.grad_data for chunk in critic._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        buffers = [
+            buffer.grad_data for chunk in critic._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        ]
         storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
         return weights, sum(storages.values()), sum(tensor.nbytes for tensor in optimizer_tensors(critic._state))
 

@@ -42,7 +42,9 @@ class Result:
     top_logits: np.ndarray
     top_tokens: np.ndarray
     keeps_inputs: bool
-    """True if the columns' logits or hidden states outlive the backward pass, as the loss does in Megatron's schedules."""
+    """True if the columns' logits or hidden states outlive the backward pass, as the loss does in Megatron's
+    schedules.
+    """
 
 
 def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,7 +87,9 @@ def _loss(rank: Rank, case: Case) -> Result:
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     grads = hidden.grad.float().numpy(), weight.grad.float().numpy()
-    return Result({name: float(value) for name, value in metrics.items()}, *grads, *top, keeps_inputs=inputs() is not None)
+    return Result(
+        {name: float(value) for name, value in metrics.items()}, *grads, *top, keeps_inputs=inputs() is not None
+    )
 
 
 def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, *overrides: str) -> RunConfig:
@@ -96,19 +100,28 @@ def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, 
     return with_value(config, "teacher", policy_ranks.run_config(teacher, teacher_layout).policy)
 
 
-def judging_config(student: Path, teachers: dict[str, tuple[Path, str]], layout: str, reward_weight: float) -> RunConfig:
+def judging_config(
+    student: Path, teachers: dict[str, tuple[Path, str]], layout: str, reward_weight: float
+) -> RunConfig:
     """A student's config whose advantages come from these teachers of these folders and layouts, and from rewards."""
     config = policy_ranks.run_config(student, layout)
     names = {name: str(folder) for name, (folder, _) in teachers.items()}
     config.on_policy_distillation = OnPolicyDistillationConfig(
-        enabled=True, teacher_model_by_agent_name=names, use_orm_advantage=reward_weight > 0, orm_advantage_weight=reward_weight
+        enabled=True,
+        teacher_model_by_agent_name=names,
+        use_orm_advantage=reward_weight > 0,
+        orm_advantage_weight=reward_weight,
     )
     config.loss_fn = LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True)
     config.grpo.adv_estimator.name = "opd"
-    return config.with_facts(Facts(teachers={name: policy_ranks.run_config(*place).policy for name, place in teachers.items()}))
+    return config.with_facts(
+        Facts(teachers={name: policy_ranks.run_config(*place).policy for name, place in teachers.items()})
+    )
 
 
-def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]) -> list[PackedRow]:
+def rows_of(
+    config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]
+) -> list[PackedRow]:
     """The rank's rows of the random rollouts, as far as they are kept, with what teachers say of them, if anything."""
     policy = config.policy
     made = {
@@ -156,7 +169,9 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
         for step in range(num_steps):
             student.enter("logprob")
             student.make_current()
-            student.set_batch(rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught, every))
+            student.set_batch(
+                rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught, every)
+            )
             if config.needs_old_logprobs:
                 student.compute_old_logprobs()
             student.enter("train")

@@ -115,7 +115,10 @@ def _state(policy: PolicyRank) -> dict[str, int]:
     for part, optimizer in enumerate(optimizers(policy)):
         for index, parameter in enumerate(optimizer.model_param_gbuf_map):
             kept = optimizer._get_main_param_and_optimizer_states(parameter)
-            sums |= {f"{part} {index} {kind}": zlib.crc32(kept[kind].detach().numpy().data) for kind in ("param", "exp_avg", "exp_avg_sq")}
+            sums |= {
+                f"{part} {index} {kind}": zlib.crc32(kept[kind].detach().numpy().data)
+                for kind in ("param", "exp_avg", "exp_avg_sq")
+            }
     return sums
 
 

@@ -77,14 +77,17 @@ def faults(rank: Rank) -> dict[str, str | None]:
 def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
     """Kernels that raise, on a host that claims a GPU.
 
-    What Megatron is handed of fusions and of the optimizer, the warnings, and the error of a kernel that breaks the CUDA context.
+    What Megatron is handed of fusions and of the optimizer, the warnings, and the error of a kernel that breaks the
+    CUDA context.
     """
     from mrl.policy import cpu, fusions, specs
 
     cpu.install()
 
     def fail(*arguments: object, **settings: object) -> None:
-        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nSearch for it\n")
+        raise torch.AcceleratorError(
+            "CUDA error: no kernel image is available for execution on the device\nSearch for it\n"
+        )
 
     def stay_broken() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -121,7 +124,10 @@ class Tf32(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), settings=None):
         if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and arguments[0].dtype == torch.float32:
-            arguments = [((factor.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32) for factor in arguments]
+            arguments = [
+                ((factor.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
+                for factor in arguments
+            ]
         return function(*arguments, **(settings or {}))
 
 

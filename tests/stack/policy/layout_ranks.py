@@ -26,7 +26,8 @@ from tests.stack.ranks import Rank
 def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
     """A policy with these Megatron settings, and replicated gradients, so that every rank holds whole sums.
 
-    With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`. Rows are padded to `row_multiple`.
+    With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`. Rows are padded to
+    `row_multiple`.
     """
     config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
     config.make_sequence_length_divisible_by = int(str(megatron.pop("row_multiple", 1)))
@@ -94,11 +95,16 @@ def token_places(sequences: list[list[int]], multiple: int) -> torch.Tensor:
 
 
 def gradients(
-    rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]], scored: list[list[list[int]]] | None = None
+    rank: Rank,
+    config: PolicyConfig,
+    folder: Path,
+    rows: list[list[list[int]]],
+    scored: list[list[list[int]]] | None = None,
 ) -> tuple[float, dict[str, np.ndarray], list[np.ndarray]]:
     """Loss and gradients, by canonical name if this rank holds them, and logprobs of `scored` rows, as of `logprobs`.
 
-    Data-parallel ranks take every dp_size-th row. The loss is the sum of advantage * logprob over all rows, divided by their number.
+    Data-parallel ranks take every dp_size-th row. The loss is the sum of advantage * logprob over all rows, divided by
+    their number.
     """
     from mrl.policy import parallel
     from mrl.policy.weights import table_name
@@ -201,7 +207,9 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     replay = _replay(chunks, config, folder)
 
-    def row_loss(output: torch.Tensor, row: PackedRow, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def row_loss(
+        output: torch.Tensor, row: PackedRow, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logprobs_T = token_scores(model, output, row, distribution).logprobs_T
         loss = (logprobs_T * row.advantages_T[own_positions(row)].to(output.device)).sum() / len(rows)
         return loss, {"loss": loss.detach()}
@@ -258,11 +266,15 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
     for slot, slot_layout in layout.items():
         tensors[slot].data.zero_()
         for piece in slot_layout.pieces:
-            box_view(tensors[slot], piece.local).copy_(box_view(whole[piece.name], piece.box).view(_lengths(piece.local)))
+            box_view(tensors[slot], piece.local).copy_(
+                box_view(whole[piece.name], piece.box).view(_lengths(piece.local))
+            )
     return chunks, layout, tensors
 
 
-def canonical_values(tensors: Mapping[Slot, torch.Tensor], layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def canonical_values(
+    tensors: Mapping[Slot, torch.Tensor], layout: Layout, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
     """Values of this rank's tensors in whole canonical ones; NaN where this rank holds none."""
     result: dict[str, np.ndarray] = {}
     for slot, tensor in tensors.items():

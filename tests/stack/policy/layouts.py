@@ -34,9 +34,16 @@ def sequences(*lengths: int) -> list[list[int]]:
     return [[draw.randrange(264) for _ in range(length)] for length in lengths]
 
 
-# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism. Rows differ in length; in the shortest most
-# experts get no token.
-ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequences(1, 70, 65), sequences(2), sequences(3, 1)]
+# Even numbers of tokens for sequence parallelism, an even number of rows for data parallelism. Rows differ in length;
+# in the shortest most experts get no token.
+ROWS = [
+    sequences(9, 30, 17),
+    sequences(150, 2),
+    sequences(*[12] * 10),
+    sequences(1, 70, 65),
+    sequences(2),
+    sequences(3, 1),
+]
 
 
 def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> Gradients:
@@ -48,7 +55,9 @@ def gradients_and_logprobs(
     ranks: RankPool, folder: Path, world_size: int, megatron: dict, scored: list[list[list[int]]] | None
 ) -> tuple[Gradients, list[np.ndarray]]:
     """The same, and the logprobs of the `scored` rows."""
-    results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, scored, world_size=world_size)
+    results = ranks.run(
+        layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, scored, world_size=world_size
+    )
     replicas = megatron.get("tensor_model_parallel_size", 1)
     gradients = sum(loss for loss, _, _ in results) / replicas, put_together([part for _, part, _ in results])
     # The last rank is in the last stage.
@@ -67,7 +76,9 @@ def put_together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return grads
 
 
-def transformers_gradients(folder: Path, scratch: Path, auxiliary: Callable[[PreTrainedModel], torch.Tensor] | None = None) -> Gradients:
+def transformers_gradients(
+    folder: Path, scratch: Path, auxiliary: Callable[[PreTrainedModel], torch.Tensor] | None = None
+) -> Gradients:
     """Computes `gradients_of` by transformers, which writes the gradients to `scratch` as if they were weights.
 
     `auxiliary` adds to the gradients, not to the loss.
@@ -84,7 +95,9 @@ def transformers_gradients(folder: Path, scratch: Path, auxiliary: Callable[[Pre
     # Files name tensors canonically, with experts apart that are stacked in memory.
     model.save_pretrained(scratch)
     tensors = load_file(scratch / "model.safetensors")
-    return loss.item(), {name: tensor.numpy() for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    return loss.item(), {
+        name: tensor.numpy() for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")
+    }
 
 
 def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
@@ -97,7 +110,10 @@ def worst_error(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> t
     """The tensor with the largest relative L2 error, and that error; infinite where a value is missing."""
     assert ours.keys() == theirs.keys()
     # What no token reaches must be exactly 0.
-    errors = {name: float(np.linalg.norm(ours[name] - theirs[name]) / (np.linalg.norm(theirs[name]) or 1e-30)) for name in ours}
+    errors = {
+        name: float(np.linalg.norm(ours[name] - theirs[name]) / (np.linalg.norm(theirs[name]) or 1e-30))
+        for name in ours
+    }
     errors = {name: float("inf") if np.isnan(error) else error for name, error in errors.items()}
     worst = max(errors, key=lambda name: errors[name])
     return worst, errors[worst]

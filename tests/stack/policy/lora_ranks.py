@@ -13,7 +13,15 @@ import torch
 
 from conversion.boxes import Slot
 from mrl.config.schema.run import RunConfig
-from tests.stack.policy.policy_ranks import kept_by_rows, main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
+from tests.stack.policy.policy_ranks import (
+    kept_by_rows,
+    main_shards,
+    open_policy,
+    packed_rows,
+    raw_checksums,
+    set_batch,
+    train,
+)
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
@@ -106,7 +114,9 @@ def dropout_logprobs(rank: Rank, config: RunConfig) -> tuple[bool, float]:
         metrics = train(policy, 3)
         rows = packed_rows(policy._config.policy, 0, 1)
         first, second = policy.logprobs_of_rows(rows), policy.logprobs_of_rows(rows)
-        return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), metrics[-1]["train/probs_ratio_max"] - 1
+        return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), metrics[-1][
+            "train/probs_ratio_max"
+        ] - 1
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -89,14 +89,20 @@ def moved_weights(rank: Rank, config: RunConfig) -> Mapping[str, bool]:
             # On the CPU, memory that was shown to numpy cannot be given back.
             tensor.data = tensor.data.clone()
         copies = [tensor.clone() for tensor in tensors]
-        storages = HostStorages(tensors, is_constant=True, allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        storages = HostStorages(
+            tensors, is_constant=True, allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
+        )
         storages.place(is_on_device=False)
         is_away = all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         storages.place(is_on_device=True)
         is_back = all(torch.equal(*pair) for pair in zip(tensors, copies, strict=True))
         after = model.logprobs_of_rows(rows)
         trained = [parameter for chunk in model._chunks for parameter in chunk.parameters() if parameter.requires_grad]
-        gradients = sum(buffer.grad_data.nbytes for chunk in model._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
+        gradients = sum(
+            buffer.grad_data.nbytes
+            for chunk in model._chunks
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        )
         return {
             "away": is_away,
             "back": is_back,

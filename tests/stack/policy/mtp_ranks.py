@@ -37,7 +37,12 @@ class MtpCase:
 def run_config(folder: Path, layout: str, case: MtpCase, *overrides: str) -> RunConfig:
     """The config of supervised fine-tuning on the random rollouts."""
     megatron = "policy.megatron_cfg"
-    keys = dict(num_layers=case.num_steps, loss_scaling_factor=FACTOR, use_repeated_layer=case.repeats, detach_heads=case.detaches)
+    keys = dict(
+        num_layers=case.num_steps,
+        loss_scaling_factor=FACTOR,
+        use_repeated_layer=case.repeats,
+        detach_heads=case.detaches,
+    )
     given = [f"{megatron}.mtp_{key}={value}" for key, value in keys.items()]
     config = policy_ranks.run_config(folder, layout, f"{megatron}.freeze_moe_router=false", *given, *overrides)
     config.algorithm = "sft"
@@ -103,7 +108,9 @@ def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, 
         objective = objective_of_policy(config, policy.distribution, batch)
         forward_backward(chunks, batch.rows, size=batch.size, objective=objective)
         if damage:
-            main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(damage)
+            main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(
+                damage
+            )
         optimizer.prepare_grads()
         rest, parameters = float(optimizer.get_grad_norm()), mtp_parameters(chunks)
         return rest, clip_apart(parameters, optimizer, rest), clip_apart(parameters, optimizer, 0.0)

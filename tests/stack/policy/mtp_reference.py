@@ -31,11 +31,17 @@ class Step:
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith(("backbone.layers.", "mtp."))}
         self.names = {f"backbone.layers.{place}.": f"mtp.layers.{2 * index + place}." for place in range(2)}
         for name, prefix in self.names.items():
-            own |= {name + key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            own |= {
+                name + key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
+            }
         own["backbone.norm_f.weight"] = own.pop("backbone.layers.1.final_layernorm.weight")
         self.joins = {name: own.pop(f"backbone.layers.0.{name}.weight").requires_grad_() for name in JOINS}
         scratch.mkdir()
-        hf_config |= {"layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+        hf_config |= {
+            "layers_block_type": ["full_attention", "moe"],
+            "num_hidden_layers": 2,
+            "num_nextn_predict_layers": 0,
+        }
         (scratch / "config.json").write_text(json.dumps(hf_config))
         contiguous = {name: tensor.contiguous() for name, tensor in own.items()}
         save_file(contiguous, scratch / "model.safetensors", metadata={"format": "pt"})
@@ -43,7 +49,10 @@ class Step:
 
     def __call__(self, embedded_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
         width = (hidden_TD.shape[-1],)
-        both = [F.rms_norm(embedded_TD, width, self.joins["enorm"], EPSILON), F.rms_norm(hidden_TD, width, self.joins["hnorm"], EPSILON)]
+        both = [
+            F.rms_norm(embedded_TD, width, self.joins["enorm"], EPSILON),
+            F.rms_norm(hidden_TD, width, self.joins["hnorm"], EPSILON),
+        ]
         joined_TD = torch.cat(both, dim=-1) @ self.joins["eh_proj"].t()
         return self.model.model(inputs_embeds=joined_TD[None]).last_hidden_state[0]
 
@@ -79,7 +88,10 @@ class Reference:
         counts = [0] * (case.num_steps + 1)
         imbalances: defaultdict[nn.Module, list[torch.Tensor]] = defaultdict(list)
         for _, rollout, _, is_valid in policy_ranks.rollouts():
-            prompt, tokens = len(rollout.request.token_ids), torch.tensor([*rollout.request.token_ids, *rollout.token_ids.tolist()])
+            prompt, tokens = (
+                len(rollout.request.token_ids),
+                torch.tensor([*rollout.request.token_ids, *rollout.token_ids.tolist()]),
+            )
             with recorded_router_inputs(self.model, *(step.model for step in self.steps)) as routed:
                 hidden_KTD = self._hidden_states(tokens, case)
             for gate, routed_TD in routed if balance else ():
@@ -112,7 +124,10 @@ class Reference:
         found = [self.model.model(tokens[None]).last_hidden_state[0]]
         for ahead in range(1, case.num_steps + 1):
             # Behind the end of a sequence Megatron has token 0.
-            embedded_TD, hidden_TD = self.model.model.embeddings(F.pad(tokens[ahead:], (0, min(ahead, len(tokens))))), found[-1]
+            embedded_TD, hidden_TD = (
+                self.model.model.embeddings(F.pad(tokens[ahead:], (0, min(ahead, len(tokens))))),
+                found[-1],
+            )
             if case.detaches:
                 embedded_TD, hidden_TD = embedded_TD.detach(), hidden_TD.detach() if ahead == 1 else hidden_TD
             found.append(self.steps[(ahead - 1) % len(self.steps)](embedded_TD, hidden_TD))
@@ -132,5 +147,7 @@ def _gradients(model: Any, scratch: Path) -> dict[str, torch.Tensor]:
     # Files name tensors canonically, with experts apart that are stacked in memory.
     model.save_pretrained(scratch)
     return {
-        name: tensor for name, tensor in load_file(scratch / "model.safetensors").items() if not name.endswith("e_score_correction_bias")
+        name: tensor
+        for name, tensor in load_file(scratch / "model.safetensors").items()
+        if not name.endswith("e_score_correction_bias")
     }

@@ -33,7 +33,9 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 """Overrides by name."""
 
 
-def run_configs(folder: Path, layout: str, objectives: Mapping[str, tuple[str, ...]] = OBJECTIVES) -> dict[str, RunConfig]:
+def run_configs(
+    folder: Path, layout: str, objectives: Mapping[str, tuple[str, ...]] = OBJECTIVES
+) -> dict[str, RunConfig]:
     """The config of each objective at a layout."""
     return {name: policy_ranks.run_config(folder, layout, *overrides) for name, overrides in objectives.items()}
 
@@ -41,7 +43,9 @@ def run_configs(folder: Path, layout: str, objectives: Mapping[str, tuple[str, .
 # What follows runs on a rank.
 
 
-def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps: int, algorithm: str) -> dict[str, list[dict[str, float]]]:
+def steps_of_objectives(
+    rank: Rank, configs: Mapping[str, RunConfig], num_steps: int, algorithm: str
+) -> dict[str, list[dict[str, float]]]:
     """Metrics of steps with made-up old logprobs, by objective; the rows are packed by `algorithm`."""
     metrics: dict[str, list[dict[str, float]]] = {}
     with policy_ranks.open_policy(rank, next(iter(configs.values()))) as policy:

@@ -79,14 +79,18 @@ def cispo(batch: Tokens) -> Tensor:
 
 def on_policy(batch: Tokens) -> Tensor:
     here = batch.new.detach()
-    return batch.mean_over_tokens(-torch.exp(batch.new - here) * batch.advantages[:, None] * torch.exp(here - batch.generator))
+    return batch.mean_over_tokens(
+        -torch.exp(batch.new - here) * batch.advantages[:, None] * torch.exp(here - batch.generator)
+    )
 
 
 def dapo(batch: Tokens) -> Tensor:
     """DAPO's loss with masks for sequences whose logprobs are too far off, and a bound on advantages."""
     error = (torch.exp((batch.old - batch.generator).abs()) * batch.mask).sum(1) / batch.mask.sum(1)
     mask = batch.mask * (error <= 1.28)[:, None]
-    gained = surrogate(torch.exp(batch.new - batch.old), batch.advantages.clamp(min=-0.5)[:, None], high=0.28) * batch.drift
+    gained = (
+        surrogate(torch.exp(batch.new - batch.old), batch.advantages.clamp(min=-0.5)[:, None], high=0.28) * batch.drift
+    )
     return -(gained * mask).sum() / mask.sum()
 
 
@@ -114,7 +118,9 @@ def steps(loss_of: Callable[[Tokens], Tensor], num_steps: int) -> tuple[list[flo
     return plain_steps(model, lambda: loss_of(tokens(model, reference)), num_steps)
 
 
-def plain_steps(model: torch.nn.Module, loss_of: Callable[[], Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+def plain_steps(
+    model: torch.nn.Module, loss_of: Callable[[], Tensor], num_steps: int
+) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of steps of torch's AdamW, with the settings of `policy_ranks.run_config`."""
     parameters = list(model.parameters())
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
@@ -144,13 +150,19 @@ def tokens(model: torch.nn.Module, reference: torch.nn.Module) -> Tokens:
 
     def logprobs(of: torch.nn.Module) -> Tensor:
         all_logprobs = torch.log_softmax(of(padded).logits[:, :-1], dim=-1).gather(2, padded[:, 1:, None])[:, :, 0]
-        spans = ((len(rollout.request.token_ids) - 1, len(tokens) - 1) for (rollout, _), tokens in zip(rollouts, whole, strict=True))
+        spans = (
+            (len(rollout.request.token_ids) - 1, len(tokens) - 1)
+            for (rollout, _), tokens in zip(rollouts, whole, strict=True)
+        )
         return padded_rows([row[start:stop] for row, (start, stop) in zip(all_logprobs, spans, strict=True)])
 
     with torch.no_grad():
         frozen = logprobs(reference)
     generator = [rollout.generator_logprobs for rollout, _ in rollouts]
-    old = [policy_ranks.old_logprobs(rollout.token_ids, values) for (rollout, _), values in zip(rollouts, generator, strict=True)]
+    old = [
+        policy_ranks.old_logprobs(rollout.token_ids, values)
+        for (rollout, _), values in zip(rollouts, generator, strict=True)
+    ]
     return Tokens(
         logprobs(model),
         padded_rows([torch.from_numpy(values) for values in old]),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
 Event = tuple[str, int]
-"""Event of a chunk of the model, with its index: "backward" (the gradient of a parameter is there), "reduce" (the reduction of a bucket
-of gradients starts), "finish" (its end is waited for)."""
+"""Event of a chunk of the model, with its index: "backward" (the gradient of a parameter is there), "reduce" (the
+reduction of a bucket of gradients starts), "finish" (its end is waited for)."""
 
 
 def events_of_step(rank: Rank, config: RunConfig) -> tuple[list[Event], int, list[dict[str, float]], dict[str, int]]:

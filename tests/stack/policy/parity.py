@@ -21,7 +21,8 @@ from tests.stack.policy.parity_cells import Settings
 from tests.stack.policy.replay_ranks import tokens_of, with_routes
 from tests.stack.ranks import RankPool
 
-# For rollouts of at most 71 tokens, in about seven rows. With a larger epsilon Adam does not amplify rounding where gradients are almost 0.
+# For rollouts of at most 71 tokens, in about seven rows. With a larger epsilon Adam does not amplify rounding where
+# gradients are almost 0.
 COMMON: Settings = {
     "max_total_sequence_length": 80,
     "sequence_packing.train_mb_tokens": 144,
@@ -81,7 +82,8 @@ def rollouts_with_routes(folder: Path) -> list[Rollout]:
     """The rollouts as from an engine that chose the experts as transformers does with the model's weights."""
     model = transformers_model(folder)
     return [
-        with_routes(rollout, routes.own_routes(model, tokens_of(rollout))[0][:-1].astype(np.uint8)) for rollout in parity_ranks.rollouts()
+        with_routes(rollout, routes.own_routes(model, tokens_of(rollout))[0][:-1].astype(np.uint8))
+        for rollout in parity_ranks.rollouts()
     ]
 
 
@@ -104,7 +106,11 @@ def distance(result: Result, plain: Result, measured_step: int) -> Errors:
     assert result.logprobs.keys() == plain.logprobs.keys() == set(range(parity_ranks.NUM_ROLLOUTS))
     losses = loss_errors(result.losses, plain.losses)
     worst_tensor, gradient = worst_error(result.gradients, plain.gradients)
-    logprob = max(float(np.abs(values - plain.logprobs[index][0]).max()) for index, all_of in result.logprobs.items() for values in all_of)
+    logprob = max(
+        float(np.abs(values - plain.logprobs[index][0]).max())
+        for index, all_of in result.logprobs.items()
+        for values in all_of
+    )
     return Errors(losses[measured_step], gradient, worst_tensor, logprob, max(losses))
 
 

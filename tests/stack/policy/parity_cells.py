@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-NEMOTRON_H, DENSE, MOE_GPT = ("nemotron_h",), ("qwen2", "qwen3", "llama"), ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
+NEMOTRON_H, DENSE, MOE_GPT = (
+    ("nemotron_h",),
+    ("qwen2", "qwen3", "llama"),
+    ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe"),
+)
 GPT, MOE = (*DENSE, *MOE_GPT), (*NEMOTRON_H, *MOE_GPT)
 ALL = (*NEMOTRON_H, *GPT)
 
@@ -75,13 +79,17 @@ ADAPTERS = _megatron(**{"peft.enabled": True, "peft.dim": 4, "peft.alpha": 8})
 ADAPTED_STEP = 1
 BF16 = {"precision": "bfloat16", **_megatron(**{"optimizer.bf16": True})}
 REPLAY = {"router_replay.enabled": True}
-# Of numbers with 8 bits. Routers that see them choose other experts here and there, whose gradients are others: choices are replayed.
+# Of numbers with 8 bits. Routers that see them choose other experts here and there, whose gradients are others: choices
+# are replayed.
 BF16_LIMITS = Limits(loss=0.01, gradient=0.1, logprob=0.1)
 
 FEATURES = [
     Feature("packed rows, distributed optimizer with overlaps (DP1)", {}),
     Feature("modified first-fit decreasing", _packing(algorithm="modified_first_fit_decreasing")),
-    Feature("first-fit shuffle, largest row first", _packing(algorithm="first_fit_shuffle", microbatch_order="largest_first")),
+    Feature(
+        "first-fit shuffle, largest row first",
+        _packing(algorithm="first_fit_shuffle", microbatch_order="largest_first"),
+    ),
     Feature("dynamic batching", {**_packing(enabled=False), "dynamic_batching.enabled": True}),
     Feature("other rows in logprob passes", _packing(logprob_mb_tokens=88)),
     Feature("logprobs in chunks", {"logprob_chunk_size": 24, **_megatron(defer_fp32_logits=True)}),
@@ -93,7 +101,10 @@ FEATURES = [
         "router replay of the model's own choices",
         REPLAY,
         MOE,
-        why_unequal="the routes are those of the starting weights, and without replay routers change their choices as they learn",
+        why_unequal=(
+            "the routes are those of the starting weights, and without replay routers change their choices "
+            "as they learn"
+        ),
     ),
     Feature("bfloat16", BF16, DENSE, limits=BF16_LIMITS),
     Feature(

@@ -36,9 +36,13 @@ class Measured:
     losses: list[float]
     """Losses of every step."""
     logprobs: dict[int, np.ndarray]
-    """Logprobs before the measured step, of the generated tokens of this rank's rollouts. Empty on all but the last pipeline stage."""
+    """Logprobs before the measured step, of the generated tokens of this rank's rollouts. Empty on all but the last
+    pipeline stage.
+    """
     gradients: dict[str, np.ndarray]
-    """Gradients of the measured step, as the optimizer took them, by canonical name; NaN where this rank's optimizer has none."""
+    """Gradients of the measured step, as the optimizer took them, by canonical name; NaN where this rank's optimizer
+    has none.
+    """
 
 
 def rollouts() -> list[Rollout]:
@@ -123,5 +127,7 @@ def _shapes(policy: PolicyRank) -> dict[str, tuple[int, ...]]:
     base, peft = family(policy._hf_config), policy._config.policy.megatron_cfg.peft
     shapes = base.canonical(policy._hf_config)
     if peft.enabled:
-        shapes = shapes | adapter_family(base, adapted_layers(base, policy._hf_config), peft.dim).canonical(policy._hf_config)
+        shapes = shapes | adapter_family(base, adapted_layers(base, policy._hf_config), peft.dim).canonical(
+            policy._hf_config
+        )
     return shapes

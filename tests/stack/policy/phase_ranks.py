@@ -85,8 +85,12 @@ def _enter(policy: PolicyRank, phase: Phase, result: Walk) -> None:
     from mrl.policy.optimizer import optimizer_tensors
 
     policy.enter(phase)
-    buffers = [buffer.grad_data for chunk in policy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    main_grads = [parameter.main_grad for chunk in policy._chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    buffers = [
+        buffer.grad_data for chunk in policy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    ]
+    main_grads = [
+        parameter.main_grad for chunk in policy._chunks for parameter in chunk.parameters() if parameter.requires_grad
+    ]
     storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
     assert {gradient.untyped_storage().data_ptr() for gradient in main_grads} == set(storages)
     tensors = optimizer_tensors(policy._state)
@@ -103,12 +107,16 @@ def trained_bytes(rank: Rank, config: RunConfig) -> tuple[int, int, int]:
     with open_policy(rank, config) as policy:
         _step(policy, result)
         weights = sum(tensor.nbytes for tensor in policy._tensors.values())
-        return weights, result.gradient_bytes["train"], sum(tensor.nbytes for tensor in optimizer_tensors(policy._state))
+        return (
+            weights,
+            result.gradient_bytes["train"],
+            sum(tensor.nbytes for tensor in optimizer_tensors(policy._state)),
+        )
 
 
 def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
-    """Checks a pass of the reference after a step: host copies become the current weights, the weights become the starting ones, and both
-    are back afterwards, in the same memory."""
+    """Checks a pass of the reference after a step: host copies become the current weights, the weights become the
+    starting ones, and both are back afterwards, in the same memory."""
     with open_policy(rank, config) as policy:
         start = raw_checksums(policy)
         _step(policy, Walk())
@@ -118,7 +126,11 @@ def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
             copies = {slot: copy.clone() for slot, copy in policy._reference.items()}
             is_start = raw_checksums(policy) == start
         is_current = all(torch.equal(policy._tensors[slot], copy) for slot, copy in copies.items())
-        return is_current, is_start and start != current, raw_checksums(policy) == current and _addresses(policy) == addresses
+        return (
+            is_current,
+            is_start and start != current,
+            raw_checksums(policy) == current and _addresses(policy) == addresses,
+        )
 
 
 def _addresses(policy: PolicyRank) -> list[int]:
@@ -135,5 +147,7 @@ def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, in
                 for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
                     assert bucket.param_data is not None and buffer.param_data is not None
                     data, base = bucket.param_data, buffer.param_data.data_ptr()
-                    places.append((str(data.dtype), start * data.element_size(), data.data_ptr() - base, data.data_ptr()))
+                    places.append(
+                        (str(data.dtype), start * data.element_size(), data.data_ptr() - base, data.data_ptr())
+                    )
     return places

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 PAD_TOKEN_ID = 256
 NUM_SEQUENCES = 16
 PLACES = {1: 1, 2: 2, 6: 1, 10: 1}
-"""Sequences that belong to the rollout of those before them, as those of sub-agents; the others are rollouts of one sequence."""
+"""Sequences that belong to the rollout of those before them, as those of sub-agents; the others are rollouts of one
+sequence.
+"""
 ROW_TOKENS = 64
 LOGPROB_ROW_TOKENS = 40
 
@@ -55,7 +57,10 @@ def run_config(folder: Path, layout: str, *overrides: str) -> RunConfig:
     """The laptop config on the model in `folder`, at a layout with an optimizer whose steps do not amplify rounding."""
     given = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | sizes_of(layout)
     megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in given.items()]
-    optimizer = [f"policy.megatron_cfg.optimizer.{item}" for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")]
+    optimizer = [
+        f"policy.megatron_cfg.optimizer.{item}"
+        for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")
+    ]
     # A warmup begins with a step of learning rate 0.
     optimizer.append("policy.megatron_cfg.scheduler.lr_warmup_iters=0")
     return load_config("grpo_tiny.yaml", [f"policy.model_name={folder}", *megatron, *optimizer, *overrides])
@@ -77,17 +82,23 @@ def rollouts() -> list[tuple[int, Rollout, float, bool]]:
 
 def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[RowPlan, RowPlan]:
     """Rows of the rollouts in training, and smaller ones of the logprob passes."""
-    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), sequence_multiple) for _, rollout, _, _ in rollouts()]
+    lengths = [
+        padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), sequence_multiple)
+        for _, rollout, _, _ in rollouts()
+    ]
     plan = pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
     return plan, repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS)
 
 
-def pack_rows(config: PolicyConfig, plan: Iterable[Sequence[int]], made: Mapping[int, TrainSequence] | None = None) -> list[PackedRow]:
+def pack_rows(
+    config: PolicyConfig, plan: Iterable[Sequence[int]], made: Mapping[int, TrainSequence] | None = None
+) -> list[PackedRow]:
     """The planned rows of one rank, padded as its layout asks; of the random rollouts where no sequences are given."""
     multiples = dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
     if made is None:
         made = {
-            index: pulled(rollout, advantage, is_valid, place=PLACES.get(index, 0)) for index, rollout, advantage, is_valid in rollouts()
+            index: pulled(rollout, advantage, is_valid, place=PLACES.get(index, 0))
+            for index, rollout, advantage, is_valid in rollouts()
         }
     return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
@@ -178,13 +189,18 @@ def old_logprobs(labels: np.ndarray, generator_logprobs: np.ndarray) -> np.ndarr
 
 def raw_checksums(policy: PolicyRank) -> dict[str, int]:
     """crc32 of every live tensor as it is now, whether settled or not."""
-    return {str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data) for slot, tensor in policy._tensors.items()}
+    return {
+        str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+        for slot, tensor in policy._tensors.items()
+    }
 
 
 # What follows runs on a rank.
 
 
-def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+def off_policy_steps(
+    rank: Rank, config: RunConfig, num_steps: int
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     """Metrics of steps with made-up old logprobs and a reference, and canonical weights at the end. For one rank."""
     with open_policy(rank, config) as policy:
         metrics = []
@@ -203,7 +219,10 @@ def canonical_weights(policy: PolicyRank) -> dict[str, np.ndarray]:
     from conversion.families.registry import family
     from conversion.tensors import box_view
 
-    weights = {name: np.full(shape, np.nan, np.float32) for name, shape in family(policy._hf_config).canonical(policy._hf_config).items()}
+    weights = {
+        name: np.full(shape, np.nan, np.float32)
+        for name, shape in family(policy._hf_config).canonical(policy._hf_config).items()
+    }
     for slot, tensor in policy.settled_weights().items():
         for piece in policy._layout[slot].pieces:
             target = weights[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
@@ -235,7 +254,11 @@ def optimizers(policy: PolicyRank) -> list[DistributedOptimizer]:
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
     assert isinstance(policy._state.optimizer, ChainedOptimizer)
-    return [optimizer for optimizer in policy._state.optimizer.chained_optimizers if isinstance(optimizer, DistributedOptimizer)]
+    return [
+        optimizer
+        for optimizer in policy._state.optimizer.chained_optimizers
+        if isinstance(optimizer, DistributedOptimizer)
+    ]
 
 
 def optimizer_checksum(policy: PolicyRank) -> int:
@@ -333,12 +356,17 @@ def logprobs_of_rollouts(rank: Rank, config: RunConfig) -> dict[int, np.ndarray]
         return found
 
 
-def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:
+def settle_after_steps(
+    rank: Rank, config: RunConfig
+) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:
     """Checksums after a step and after settling; settled weights (flat, fp32); this rank's main parameter shards."""
     with open_policy(rank, config) as policy:
         train(policy, 2)
         raw = raw_checksums(policy)
-        weights = {str(slot): tensor.detach().float().flatten().numpy().copy() for slot, tensor in policy.settled_weights().items()}
+        weights = {
+            str(slot): tensor.detach().float().flatten().numpy().copy()
+            for slot, tensor in policy.settled_weights().items()
+        }
         return raw, raw_checksums(policy), weights, main_shards(policy)
 
 
@@ -363,7 +391,11 @@ def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str
         policy.settle()
         messages = []
         for name in slots:
-            values = [tensor.detach().view(-1).view(torch.uint8) for slot, tensor in policy._tensors.items() if str(slot) == name]
+            values = [
+                tensor.detach().view(-1).view(torch.uint8)
+                for slot, tensor in policy._tensors.items()
+                if str(slot) == name
+            ]
             for _ in range(2):
                 if rank.rank == rank.world_size - 1:
                     values[0][5] ^= True
@@ -439,12 +471,21 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         # On nodes of their own, ranks send each other what they would read in the arenas of one node.
         nodes = {index: index for index in range(rank.world_size)}
         inputs = RefitInputs(
-            hf_config, tuple(places), VllmParallel(), vllm_cfg.precision, {0: (0, ())}, {0: 0}, nodes, buffer_bytes=100_000
+            hf_config,
+            tuple(places),
+            VllmParallel(),
+            vllm_cfg.precision,
+            {0: (0, ())},
+            {0: 0},
+            nodes,
+            buffer_bytes=100_000,
         )
         schedule = inputs.schedule()
         address = GroupAddress(rank.master_address, rank.master_port, "exchange", rank.world_size)
         handles = policy.prepare_refit(inputs, address)
-        live = {slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()}
+        live = {
+            slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()
+        }
         is_host = rank.rank == 0
         puller = Puller(lambda: live, schedule, 0, handles) if is_host else None
         train(policy, 2)
@@ -454,4 +495,6 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
         if puller and pulling:
             pulling.result()
             puller.finish()
-        return ({str(slot): tensor.float().numpy() for slot, tensor in live.items()} if is_host else {}), main_shards(policy)
+        return ({str(slot): tensor.float().numpy() for slot, tensor in live.items()} if is_host else {}), main_shards(
+            policy
+        )

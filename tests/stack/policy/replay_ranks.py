@@ -30,7 +30,10 @@ def mismatch(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], rollout
     """Mismatch with the model folder's weights; None on all but the last pipeline stage. Ranks compute all rows."""
     rows = [
         pack_row(
-            {index: pulled(rollout, 1.0, True) for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])},
+            {
+                index: pulled(rollout, 1.0, True)
+                for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])
+            },
             divisible_by=config.policy.row_multiple,
             pad_token_id=PAD_TOKEN_ID,
         )
@@ -49,14 +52,18 @@ def mismatch(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], rollout
 
 
 def _generated(rows: list[PackedRow], logprobs: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([logprobs_T[row.generated_mask_T.bool().numpy()] for row, logprobs_T in zip(rows, logprobs, strict=True)])
+    return np.concatenate(
+        [logprobs_T[row.generated_mask_T.bool().numpy()] for row, logprobs_T in zip(rows, logprobs, strict=True)]
+    )
 
 
 def training(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[np.ndarray]]:
     """A step's metrics on these rollouts, one row per rank, reference logprobs before it on the last pipeline stage."""
     with open_policy(rank, config) as policy:
         mine = list(enumerate(rollouts))[policy.dp_rank :: config.data_parallel_size]
-        row = pack_row({index: pulled(rollout, 1.0, True) for index, rollout in mine}, divisible_by=2, pad_token_id=PAD_TOKEN_ID)
+        row = pack_row(
+            {index: pulled(rollout, 1.0, True) for index, rollout in mine}, divisible_by=2, pad_token_id=PAD_TOKEN_ID
+        )
         policy.set_batch([row])
         policy.compute_old_logprobs()
         policy.compute_reference_logprobs()

@@ -33,11 +33,13 @@ def save(policy: PolicyRank, weights_dir: Path) -> None:
     assert policy.finish_save(TIMEOUT_S).problem == ""
 
 
-def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str], list[str]]:
+def save_at_once_and_late(
+    rank: Rank, config: RunConfig, at_once: Path, late: Path
+) -> tuple[bool, bool, list[str], list[str]]:
     """The same state, saved without and with `async_save`; the second's bytes are held back until after the next step.
 
-    Whether they were written before, whether the step changed weights, the files that this rank wrote, and those of all ranks that
-    whoever asks no rank reads of.
+    Whether they were written before, whether the step changed weights, the files that this rank wrote, and those of all
+    ranks that whoever asks no rank reads of.
     """
     from mrl.policy.checkpoint import CheckpointWrite
 
@@ -100,7 +102,9 @@ def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[lis
         return metrics, raw_checksums(policy)
 
 
-def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
+def load_as_on_the_host_and_step(
+    rank: Rank, config: RunConfig, weights_dir: Path
+) -> tuple[list[dict[str, float]], dict[str, int]]:
     """`load_and_step` with an optimizer that moves weights while its state loads, as under optimizer_cpu_offload."""
     from mrl.policy import checkpoint
 
@@ -113,7 +117,9 @@ def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Pat
     load = checkpoint._load_optimizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_load_optimizer", load_after_a_step)
-        patch.setattr(checkpoint, "hybrids", lambda optimizer: [SimpleNamespace(_sync_hdo_state_to_sub_optimizers=lambda: None)])
+        patch.setattr(
+            checkpoint, "hybrids", lambda optimizer: [SimpleNamespace(_sync_hdo_state_to_sub_optimizers=lambda: None)]
+        )
         return load_and_step(rank, config, weights_dir)
 
 
@@ -125,7 +131,8 @@ def settings_after_load(
         policy._state.scheduler.step(num_steps)
         fresh = settings_of(policy)
         policy._state.scheduler.step(-num_steps)
-        # An entry of Transformer Engine's FusedAdam, which reads it at each step, and which no checkpoint of a CPU host has.
+        # An entry of Transformer Engine's FusedAdam, which reads it at each step, and which no checkpoint of a CPU host
+        # has.
         for group in policy._state.optimizer.param_groups:
             group["bias_correction"] = True
         policy.load_checkpoint(weights_dir)
@@ -134,15 +141,23 @@ def settings_after_load(
 
 
 def settings_of(policy: PolicyRank) -> list[dict[str, object]]:
-    return [{key: value for key, value in group.items() if key not in ("params", "step")} for group in policy._state.optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in policy._state.optimizer.param_groups
+    ]
 
 
 def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
     """Compares main parameters with a checkpoint without optimizer state; returns that, and the loss after a step."""
     with open_policy(rank, config) as policy:
         policy.load_checkpoint(weights_dir)
-        weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}
-        is_same = all(np.array_equal(values, weights[name][start : start + len(values)]) for name, start, values in main_shards(policy))
+        weights = {
+            str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()
+        }
+        is_same = all(
+            np.array_equal(values, weights[name][start : start + len(values)])
+            for name, start, values in main_shards(policy)
+        )
         return is_same, train(policy, 2)[1]["train/loss"]
 
 

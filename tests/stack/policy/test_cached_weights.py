@@ -18,8 +18,12 @@ def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cached_mcore(folder, tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.parametrize(("layout", "overrides"), [("one", []), ("tp2 sp dp2 ep2", []), ("pp2 dp2 ep2", []), ("dp2", BF16)])
-def test_both_ways_of_loading_give_the_same_bits(ranks: RankPool, folder: Path, cached: Path, layout: str, overrides: list[str]):
+@pytest.mark.parametrize(
+    ("layout", "overrides"), [("one", []), ("tp2 sp dp2 ep2", []), ("pp2 dp2 ep2", []), ("dp2", BF16)]
+)
+def test_both_ways_of_loading_give_the_same_bits(
+    ranks: RankPool, folder: Path, cached: Path, layout: str, overrides: list[str]
+):
     config = policy_ranks.run_config(folder, layout, "loss_fn.reference_policy_kl_penalty=0.01", *overrides)
     results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=policy_ranks.world_size(layout))
     assert [differing for differing, _ in results] == [[]] * len(results)

@@ -27,7 +27,9 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     """A checkpoint after two steps, and what each rank did in the two steps that followed."""
     weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
     config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    results = ranks.run(save_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(SAVED_LAYOUT))
+    results = ranks.run(
+        save_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(SAVED_LAYOUT)
+    )
     return weights_dir, results
 
 
@@ -45,7 +47,9 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, save
 def test_what_is_written_late_is_what_was_saved_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
     at_once, late = tmp_path / "at_once", tmp_path / "late"
     config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    results = ranks.run(save_ranks.save_at_once_and_late, config, at_once, late, world_size=policy_ranks.world_size(SAVED_LAYOUT))
+    results = ranks.run(
+        save_ranks.save_at_once_and_late, config, at_once, late, world_size=policy_ranks.world_size(SAVED_LAYOUT)
+    )
     assert [(is_written, is_changed) for is_written, is_changed, _, _ in results] == [(False, True)] * len(results)
     shards = [f"iter_0000000/__{rank}_0.distcp" for rank in range(len(results))]
     assert [files for _, _, files, _ in results] == [[shard] for shard in shards]
@@ -69,13 +73,17 @@ def test_a_write_that_fails_in_the_background_is_told_with_its_file(ranks: RankP
 
 
 @pytest.mark.parametrize("layout", ["pp2 dp2 ep2", "cp2 ep2", "one"])
-def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, saved: tuple[Path, list], layout: str):
+def test_another_layout_goes_on_with_the_same_losses(
+    ranks: RankPool, folder: Path, saved: tuple[Path, list], layout: str
+):
     weights_dir, unbroken = saved
     config = policy_ranks.run_config(folder, layout)
     metrics, _ = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(layout))[0]
     expected = unbroken[0][0]
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
-        np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            [step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance
+        )
     assert [step["train/lr"] for step in metrics] == [step["train/lr"] for step in expected]
 
 
@@ -126,9 +134,18 @@ def test_a_checkpoint_without_optimizer_starts_from_its_weights(ranks: RankPool,
 
 
 CHANGED = [
-    *(f"policy.megatron_cfg.optimizer.{item}" for item in "lr=4e-3 min_lr=1e-4 adam_beta1=0.5 adam_beta2=0.9 adam_eps=1e-6".split()),
-    *(f"policy.megatron_cfg.scheduler.{item}" for item in "lr_decay_style=linear lr_decay_iters=39 start_weight_decay=0.1".split()),
-    *(f"policy.megatron_cfg.scheduler.{item}" for item in "end_weight_decay=0.3 weight_decay_incr_style=linear".split()),
+    *(
+        f"policy.megatron_cfg.optimizer.{item}"
+        for item in "lr=4e-3 min_lr=1e-4 adam_beta1=0.5 adam_beta2=0.9 adam_eps=1e-6".split()
+    ),
+    *(
+        f"policy.megatron_cfg.scheduler.{item}"
+        for item in "lr_decay_style=linear lr_decay_iters=39 start_weight_decay=0.1".split()
+    ),
+    *(
+        f"policy.megatron_cfg.scheduler.{item}"
+        for item in "end_weight_decay=0.3 weight_decay_incr_style=linear".split()
+    ),
     "grpo.max_num_steps=20",
 ]
 """Every setting of optimizer and schedule that may change at a resume, and their values."""
@@ -143,22 +160,30 @@ CHANGED = [
     ],
     ids=["distributed", "not distributed", "weights only"],
 )
-def test_a_resumed_run_has_the_settings_of_a_fresh_one_at_its_step(ranks: RankPool, folder: Path, tmp_path: Path, kind: list[str]):
+def test_a_resumed_run_has_the_settings_of_a_fresh_one_at_its_step(
+    ranks: RankPool, folder: Path, tmp_path: Path, kind: list[str]
+):
     before = policy_ranks.run_config(folder, "one", *kind)
     ranks.run(save_ranks.save_after_steps, before, tmp_path, 3, world_size=1)
     config = policy_ranks.run_config(folder, "one", *kind, *CHANGED)
     ((fresh, resumed, rates),) = ranks.run(save_ranks.settings_after_load, config, tmp_path, 3, world_size=1)
     assert resumed == fresh
-    assert {(group["max_lr"], group["min_lr"], group["betas"], group["eps"]) for group in resumed} == {(4e-3, 1e-4, (0.5, 0.9), 1e-6)}
+    assert {(group["max_lr"], group["min_lr"], group["betas"], group["eps"]) for group in resumed} == {
+        (4e-3, 1e-4, (0.5, 0.9), 1e-6)
+    }
     # Linear from the peak to the end of the decay, and from one weight decay to the other, after 3 steps.
     assert {round(group["lr"], 9) for group in resumed} == {round(1e-4 + 3.9e-3 * (1 - 3 / 39), 9)}
     assert {round(group["weight_decay"], 9) for group in resumed} == {0.0, 0.13}
     assert rates == [pytest.approx(1e-4 + 3.9e-3 * (1 - step / 39)) for step in (3, 4)]
 
 
-def test_optimizer_state_of_another_form_is_refused_with_the_setting(ranks: RankPool, folder: Path, saved: tuple[Path, list]):
+def test_optimizer_state_of_another_form_is_refused_with_the_setting(
+    ranks: RankPool, folder: Path, saved: tuple[Path, list]
+):
     config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in UNDISTRIBUTED])
-    with pytest.raises(RuntimeError, match=r"ValueError: .*optimizer\.use_distributed_optimizer=False .*: set that as it was"):
+    with pytest.raises(
+        RuntimeError, match=r"ValueError: .*optimizer\.use_distributed_optimizer=False .*: set that as it was"
+    ):
         ranks.run(save_ranks.load_and_step, config, saved[0], world_size=1)
 
 

@@ -22,7 +22,9 @@ SLACK_BYTES = 24 << 20
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 million parameters, so that a checkpoint has 275 MB."""
-    return models.save_model(tmp_path_factory.mktemp("large"), "llama", num_hidden_layers=2, hidden_size=512, intermediate_size=6144)
+    return models.save_model(
+        tmp_path_factory.mktemp("large"), "llama", num_hidden_layers=2, hidden_size=512, intermediate_size=6144
+    )
 
 
 @pytest.mark.parametrize("dp", [2, 4, pytest.param(8, marks=pytest.mark.long("conversion"))])
@@ -47,7 +49,9 @@ def test_parameters_of_all_buckets_get_their_own_state_back(ranks: RankPool, fol
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp dp2 ep2", "pp2 dp2 ep2"])
-def test_entries_are_the_tensors_that_megatron_writes_and_reads(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
+def test_entries_are_the_tensors_that_megatron_writes_and_reads(
+    ranks: RankPool, folder: Path, tmp_path: Path, layout: str
+):
     ours, megatrons = tmp_path / "ours", tmp_path / "megatrons"
     config = policy_ranks.run_config(folder, layout, *BF16)
     results = ranks.run(entry_ranks.save_both_ways, config, ours, megatrons, world_size=policy_ranks.world_size(layout))

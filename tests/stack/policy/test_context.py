@@ -26,7 +26,9 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "loss"), CASES)
 def test_steps_have_the_metrics_of_one_rank(ranks: RankPool, folder: Path, layout: str, loss: str):
-    (expected,) = ranks.run(policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, "one", *LOSSES[loss]), 2, world_size=1)
+    (expected,) = ranks.run(
+        policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, "one", *LOSSES[loss]), 2, world_size=1
+    )
     config = policy_ranks.run_config(folder, layout, *LOSSES[loss])
     results = ranks.run(policy_ranks.metrics_of_steps, config, 2, world_size=policy_ranks.world_size(layout))
     assert all(steps == results[0] for steps in results)
@@ -41,7 +43,11 @@ def test_steps_have_the_metrics_of_one_rank(ranks: RankPool, folder: Path, layou
 def test_whole_rows_have_the_logprobs_of_one_rank(ranks: RankPool, folder: Path, layout: str):
     (expected,) = ranks.run(policy_ranks.logprobs_of_rollouts, policy_ranks.run_config(folder, "one"), world_size=1)
     config = policy_ranks.run_config(folder, layout)
-    results = [found for found in ranks.run(policy_ranks.logprobs_of_rollouts, config, world_size=policy_ranks.world_size(layout)) if found]
+    results = [
+        found
+        for found in ranks.run(policy_ranks.logprobs_of_rollouts, config, world_size=policy_ranks.world_size(layout))
+        if found
+    ]
     assert results
     for found in results:
         assert found.keys() == expected.keys() == set(range(policy_ranks.NUM_SEQUENCES))

@@ -33,7 +33,9 @@ if version("megatron-core").startswith("0.16."):
 
 
 @pytest.mark.parametrize(("tp", "changes"), CASES.values(), ids=CASES)
-def test_deepseek_logits_equal_those_of_transformers(tmp_path: Path, ranks: RankPool, tp: int, changes: dict[str, object]):
+def test_deepseek_logits_equal_those_of_transformers(
+    tmp_path: Path, ranks: RankPool, tp: int, changes: dict[str, object]
+):
     model = models.tiny_model("deepseek_v3", 0, **changes)
     model.save_pretrained(tmp_path)
     sequence = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(3)).tolist()

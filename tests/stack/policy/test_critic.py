@@ -55,7 +55,11 @@ def values_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 def test_values_returns_and_first_update_equal_transformers(of_one_rank: Steps):
-    model, losses, count = value_model(), [], sum(len(rollout.token_ids) for _, rollout, _, is_valid in rollouts() if is_valid)
+    model, losses, count = (
+        value_model(),
+        [],
+        sum(len(rollout.token_ids) for _, rollout, _, is_valid in rollouts() if is_valid),
+    )
     for index, rollout, _, is_valid in rollouts():
         prompt, length = len(rollout.request.token_ids), len(rollout.token_ids)
         values = values_of(model, [*rollout.request.token_ids, *rollout.token_ids.tolist()])
@@ -77,7 +81,9 @@ def test_values_returns_and_first_update_equal_transformers(of_one_rank: Steps):
         losses.append((values[generated] - torch.tensor(wanted[::-1])).square().sum())
     loss = 0.5 * torch.stack(losses).sum() / count
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_([parameter for parameter in model.parameters() if parameter.grad is not None], 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(
+        [parameter for parameter in model.parameters() if parameter.grad is not None], 1.0
+    )
     first, second, *_ = of_one_rank.critic
     assert first["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     assert first["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
@@ -104,7 +110,9 @@ def test_a_critic_starts_with_the_head_of_its_folder(ranks: RankPool, folder: Pa
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2 dp2 ep2"])
-def test_a_head_comes_out_of_the_cache_bit_for_bit_and_goes_back(ranks: RankPool, judge: Path, tmp_path: Path, layout: str):
+def test_a_head_comes_out_of_the_cache_bit_for_bit_and_goes_back(
+    ranks: RankPool, judge: Path, tmp_path: Path, layout: str
+):
     config = run_config(judge, layout, "algorithm=rm")
     cached = cached_mcore(judge, tmp_path / "cache", parallel=config.policy.megatron_cfg.parallel)
     results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=world_size(layout))
@@ -119,7 +127,9 @@ def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
         return [problem for problem in problems if "reward model" in problem]
 
     (problem,) = found(f"policy.model_name={judge}")
-    assert problem.startswith(f"policy.model_name={judge}: it has the head of a reward model (score.weight), for which algorithm=grpo")
+    assert problem.startswith(
+        f"policy.model_name={judge}: it has the head of a reward model (score.weight), for which algorithm=grpo"
+    )
     assert found(f"policy.model_name={folder}") == found(f"policy.model_name={judge}", "algorithm=rm") == []
 
 
@@ -134,14 +144,21 @@ def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
 def test_layouts_of_policy_and_critic_give_the_steps_of_one_rank(
     ranks: RankPool, folder: Path, of_one_rank: Steps, layout: str, critic_layout: str
 ):
-    assert_steps_of_one_rank(ranks, of_one_rank, ppo_config(folder, layout, critic_layout, *OVERRIDES), world_size(layout))
+    assert_steps_of_one_rank(
+        ranks, of_one_rank, ppo_config(folder, layout, critic_layout, *OVERRIDES), world_size(layout)
+    )
 
 
-def test_the_last_stage_of_a_critic_has_a_copy_of_tied_embeddings_that_learns_as_the_first_does(ranks: RankPool, tmp_path: Path):
+def test_the_last_stage_of_a_critic_has_a_copy_of_tied_embeddings_that_learns_as_the_first_does(
+    ranks: RankPool, tmp_path: Path
+):
     tied = models.save_model(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
     (alone,) = ranks.run(critic_ranks.steps, ppo_config(tied, "one", "one", *OVERRIDES), NUM_STEPS, world_size=1)
     # Where DDP waits for gradients, of which the copy has none.
-    overlap = [f"value.megatron_cfg.distributed_data_parallel_config.overlap_{name}=true" for name in ("grad_reduce", "param_gather")]
+    overlap = [
+        f"value.megatron_cfg.distributed_data_parallel_config.overlap_{name}=true"
+        for name in ("grad_reduce", "param_gather")
+    ]
     config = ppo_config(tied, "tp2 sp dp2", "pp2 dp2", *OVERRIDES, *overlap)
     assert [problem for problem in find_problems(config) if problem.kind == "refused"] == []
     assert_steps_of_one_rank(ranks, alone, config, 4)
@@ -154,7 +171,9 @@ def assert_steps_of_one_rank(ranks: RankPool, of_one_rank: Steps, config: RunCon
     assert all(result.critic == found.critic and result.policy == found.policy for result in results)
     for mine, wanted in ((found.critic, of_one_rank.critic), (found.policy, of_one_rank.policy)):
         for name in ("train/loss", "train/grad_norm"):
-            np.testing.assert_allclose([step[name] for step in mine], [step[name] for step in wanted], rtol=2e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                [step[name] for step in mine], [step[name] for step in wanted], rtol=2e-4, atol=1e-6
+            )
     for mine, wanted in ((found.values, of_one_rank.values), (found.returns, of_one_rank.returns)):
         for batch, other in zip(mine, wanted, strict=True):
             assert batch.keys() == other.keys()

@@ -59,7 +59,11 @@ def expected(case: Case) -> tuple[float, np.ndarray, np.ndarray, torch.Tensor]:
         if config.zero_outside_topk:
             outside = [v for v in range(case.of.vocab_size) if v not in tokens[t].tolist()]
             reverse = reverse + (whole[outside] * (whole[outside].log() + 100)).sum()
-        kl = {"forward": forward, "reverse": reverse, "mixed": config.mixed_kl_weight * forward + (1 - config.mixed_kl_weight) * reverse}
+        kl = {
+            "forward": forward,
+            "reverse": reverse,
+            "mixed": config.mixed_kl_weight * forward + (1 - config.mixed_kl_weight) * reverse,
+        }
         total = total + weights[t].double() * kl[config.kl_type]
     total.backward()
     assert hidden.grad is not None and weight.grad is not None
@@ -77,7 +81,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return student, models.save_model(tmp_path_factory.mktemp("teacher"), "qwen3_moe", seed=3)
 
 
-def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(ranks: RankPool, folders: tuple[Path, Path]):
+def test_a_teacher_says_what_transformers_says_and_steps_are_those_of_one_rank(
+    ranks: RankPool, folders: tuple[Path, Path]
+):
     zero = "loss_fn.zero_outside_topk=true"
     one = run_configs(*folders, "one", "one", zero)
     (alone,) = ranks.run(distillation_ranks.distilled, one, 3, world_size=1)
@@ -115,7 +121,11 @@ def test_several_teachers_judge_the_tokens_that_the_student_drew(ranks: RankPool
     places = {"math": (other, "tp2 sp pp2"), "code": (student, "cp2 dp2 ep2")}
     config = judging_config(student, places, "tp2 sp dp2 ep2", REWARD_WEIGHT)
     results = ranks.run(distillation_ranks.distilled, config, 2, world_size=4)
-    check_equal(results, alone, ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"))
+    check_equal(
+        results,
+        alone,
+        ("train/loss", "train/teacher_gap/mean", "train/advantages/min", "train/advantages/max", "train/grad_norm"),
+    )
 
 
 def test_a_teacher_with_more_rows_of_the_embedding_chooses_among_the_students_tokens(ranks: RankPool, tmp_path: Path):
@@ -134,22 +144,37 @@ def test_a_teacher_with_more_rows_of_the_embedding_chooses_among_the_students_to
 
 def check_judged(alone: Distilled, student: Path, teachers: list[Path]) -> list[float]:
     """Compares every advantage with logprobs of transformers; returns the gaps of all tokens that count."""
-    models, policy, gaps = [transformers_model(folder) for folder in teachers], transformers_model(student), list[float]()
+    models, policy, gaps = (
+        [transformers_model(folder) for folder in teachers],
+        transformers_model(student),
+        list[float](),
+    )
     for index, rollout, advantage, is_valid in policy_ranks.rollouts():
         said, drawn = (drawn_logprobs(model, rollout) for model in (models[index % len(models)], policy))
         np.testing.assert_allclose(alone.taught[index].scores[:, 0], said, atol=1e-4, rtol=1e-4)
         assert alone.taught[index].token_ids[:, 0].tolist() == rollout.token_ids.tolist()
         sample = alone.samples[index]
-        found = [value for value, is_generated in zip(sample.advantages, sample.is_generated, strict=True) if is_generated]
+        found = [
+            value for value, is_generated in zip(sample.advantages, sample.is_generated, strict=True) if is_generated
+        ]
         wanted = REWARD_WEIGHT * advantage + said - drawn if is_valid else np.zeros(len(said))
         np.testing.assert_allclose(found, wanted, atol=2e-4)
-        gaps += [] if not is_valid else [0.0] * len(said) if teachers[index % len(models)] == student else (said - drawn).tolist()
+        gaps += (
+            []
+            if not is_valid
+            else [0.0] * len(said)
+            if teachers[index % len(models)] == student
+            else (said - drawn).tolist()
+        )
     return gaps
 
 
 def drawn_logprobs(model: torch.nn.Module, rollout: Rollout, vocab_size: int | None = None) -> np.ndarray:
     """Logprobs of the generated tokens, by transformers; with `vocab_size` among the first tokens alone."""
-    token_ids, start = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]]), len(rollout.request.token_ids)
+    token_ids, start = (
+        torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]]),
+        len(rollout.request.token_ids),
+    )
     with torch.no_grad():
         logprobs = torch.log_softmax(model(token_ids).logits[0, start - 1 : -1, :vocab_size].float(), dim=-1)
     return logprobs.gather(1, token_ids[0, start:, None])[:, 0].numpy()

@@ -50,7 +50,9 @@ def tokens_by_layer() -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_a_step_counts_every_token_once(ranks: RankPool, folder: Path, tokens_by_layer: dict[int, list[int]], layout: str):
+def test_a_step_counts_every_token_once(
+    ranks: RankPool, folder: Path, tokens_by_layer: dict[int, list[int]], layout: str
+):
     config = policy_ranks.run_config(folder, layout, *SETTINGS, *CASES[layout])
     results = ranks.run(policy_ranks.routing_of_step, config, world_size=policy_ranks.world_size(layout))
     seen = set()

@@ -18,20 +18,25 @@ PATTERNS = ["backbone.embeddings.*", "backbone.layers.[0-3].*", "*.shared_expert
 
 
 @pytest.mark.parametrize(
-    ("world_size", "megatron"), [(1, dict(activation_checkpointing=True)), pytest.param(2, TP2_SP | EP2, marks=pytest.mark.long("parity"))]
+    ("world_size", "megatron"),
+    [(1, dict(activation_checkpointing=True)), pytest.param(2, TP2_SP | EP2, marks=pytest.mark.long("parity"))],
 )
 def test_the_others_have_the_gradients_of_all(ranks: RankPool, folder: Path, world_size: int, megatron: dict):
     loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(freeze_config=FreezeConfig(PATTERNS)))
     expected_loss, expected = gradients_of(ranks, folder, 1, {})
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    kept = {name: grad for name, grad in expected.items() if not any(fnmatchcase(name, pattern) for pattern in PATTERNS)}
+    kept = {
+        name: grad for name, grad in expected.items() if not any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+    }
     assert 0 < len(kept) < len(expected)
     assert_close(grads, kept, 1e-5)
 
 
 @pytest.mark.long("parity")
 def test_a_checkpoint_goes_on_and_frozen_tensors_stay(ranks: RankPool, folder: Path, tmp_path: Path):
-    config = policy_ranks.run_config(folder, "pp2 dp2 ep2", f"policy.megatron_cfg.freeze_config.modules={PATTERNS}".replace(" ", ""))
+    config = policy_ranks.run_config(
+        folder, "pp2 dp2 ep2", f"policy.megatron_cfg.freeze_config.modules={PATTERNS}".replace(" ", "")
+    )
     saved = ranks.run(save_ranks.save_after_steps, config, tmp_path / "1", 1, world_size=4)
     resumed = ranks.run(save_ranks.load_and_step, config, tmp_path / "1", world_size=4)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in saved]
@@ -42,5 +47,7 @@ def test_a_checkpoint_goes_on_and_frozen_tensors_stay(ranks: RankPool, folder: P
 
 
 def test_a_part_of_a_fused_tensor_cannot_be_frozen(ranks: RankPool, folder: Path):
-    with pytest.raises(RuntimeError, match=r"names backbone.layers.3.mixer.q_proj.weight, which Megatron holds in one tensor with"):
+    with pytest.raises(
+        RuntimeError, match=r"names backbone.layers.3.mixer.q_proj.weight, which Megatron holds in one tensor with"
+    ):
         gradients_of(ranks, folder, 1, dict(freeze_config=FreezeConfig(["*.q_proj.weight"])))

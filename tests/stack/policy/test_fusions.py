@@ -30,9 +30,15 @@ def test_a_probe_that_raises_is_a_fault_unless_it_breaks_the_gpu(ranks: RankPool
         ("moe_permute_fusion", "is the default", cause),
         ("apply_rope_fusion", "is the default", cause),
         ("gradient_accumulation_fusion", "this config asks for", cause),
-        ("optimizer.use_precision_aware_optimizer", "is the default", "ModuleNotFoundError: No module named 'transformer_engine'"),
+        (
+            "optimizer.use_precision_aware_optimizer",
+            "is the default",
+            "ModuleNotFoundError: No module named 'transformer_engine'",
+        ),
     ):
-        expected = f"policy.megatron_cfg.{key}=true, which {origin}, has no effect on this host: its probe raised {reason}"
+        expected = (
+            f"policy.megatron_cfg.{key}=true, which {origin}, has no effect on this host: its probe raised {reason}"
+        )
         assert expected in warnings
     assert len(warnings) == 4
     assert broken.startswith("policy.megatron_cfg.moe_permute_fusion=true: its probe raised AcceleratorError")

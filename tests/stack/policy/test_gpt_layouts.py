@@ -68,7 +68,12 @@ IN_CI = [
     *((name, layout) for name in MOE for layout in ("pp2", "tp2 sp pp2 ep2")),
 ]
 """The other families of experts differ in their layers, which these two layouts cut in every way."""
-ALL_CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts]
+ALL_CASES = [
+    (name, layout)
+    for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS))
+    for name in names
+    for layout in layouts
+]
 CASES = [pytest.param(*case, marks=[] if case in IN_CI else LONG) for case in (*ALL_CASES, *CONTEXT_CASES)]
 
 # Settings of a family that its tiny model does not have, where a layout could go wrong.
@@ -110,13 +115,20 @@ class Example:
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Example]:
     """Examples by family and seed."""
-    return {(name, seed): example(name, seed, tmp_path_factory.mktemp(name)) for name in (*DENSE, *MOE) for seed in SEEDS}
+    return {
+        (name, seed): example(name, seed, tmp_path_factory.mktemp(name)) for name in (*DENSE, *MOE) for seed in SEEDS
+    }
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks: RankPool, examples: dict[tuple[str, int], Example]) -> dict[str, tuple[Gradients, list[np.ndarray]]]:
+def one_rank(
+    ranks: RankPool, examples: dict[tuple[str, int], Example]
+) -> dict[str, tuple[Gradients, list[np.ndarray]]]:
     """Gradients and logprobs of one rank, by family."""
-    return {name: gradients_and_logprobs(ranks, examples[name, SEEDS[-1]].folder, 1, {}, PARITY_ROWS) for name in (*DENSE, *MOE)}
+    return {
+        name: gradients_and_logprobs(ranks, examples[name, SEEDS[-1]].folder, 1, {}, PARITY_ROWS)
+        for name in (*DENSE, *MOE)
+    }
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -145,7 +157,9 @@ def test_one_rank_gives_the_logprobs_and_gradients_of_transformers(
 ):
     for seed in SEEDS[:-1]:
         case = examples[name, seed]
-        (logprobs,) = ranks.run(layout_ranks.logprobs, layout_ranks.policy_config(), case.folder, PARITY_ROWS, world_size=1)
+        (logprobs,) = ranks.run(
+            layout_ranks.logprobs, layout_ranks.policy_config(), case.folder, PARITY_ROWS, world_size=1
+        )
         check_logprobs(logprobs, case)
     case, ((found_loss, found), logprobs) = examples[name, SEEDS[-1]], one_rank[name]
     check_logprobs(logprobs, case)

@@ -23,7 +23,17 @@ from tests.stack.policy.layouts import (
 from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
-LAYOUTS = ["tp2 sp ep1", "tp2 sp ep2", "tp2 sp etp2", "pp2", "pp2 uneven", "dp2", "ep2 dp2", "tp2 sp pp2 ep2", "tp2 sp dp2 ep2"]
+LAYOUTS = [
+    "tp2 sp ep1",
+    "tp2 sp ep2",
+    "tp2 sp etp2",
+    "pp2",
+    "pp2 uneven",
+    "dp2",
+    "ep2 dp2",
+    "tp2 sp pp2 ep2",
+    "tp2 sp dp2 ep2",
+]
 LAYOUTS += ["tp2 sp ep1, recomputed", "cp2", "tp2 sp cp2 ep2"]
 LONG_LAYOUTS = ["cp4", "cp2 dp2", "cp2 pp2", "cp2 ep2, recomputed", "tp2 sp cp4 ep2", "tp2 sp pp2 cp2 ep4"]
 LONG = pytest.mark.long("parity")
@@ -32,7 +42,9 @@ LONG = pytest.mark.long("parity")
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with all kinds of layers, in a number that two stages share evenly."""
-    return models.save_nemotron_h(tmp_path_factory.mktemp("moe"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+    return models.save_nemotron_h(
+        tmp_path_factory.mktemp("moe"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +58,17 @@ def one_rank(ranks: RankPool, moe_folder: Path) -> Gradients:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=LONG) for name in LONG_LAYOUTS)])
-def test_a_layout_gives_the_loss_and_gradients_of_one_rank(ranks: RankPool, moe_folder: Path, one_rank: Gradients, layout: str):
+def test_a_layout_gives_the_loss_and_gradients_of_one_rank(
+    ranks: RankPool, moe_folder: Path, one_rank: Gradients, layout: str
+):
     loss, grads = gradients_of(ranks, moe_folder, *sizes(layout))
     assert loss == pytest.approx(one_rank[0], rel=1e-6)
     assert_close(grads, one_rank[1], 1e-5)
 
 
-def test_tensor_parallelism_without_sequence_parallelism_gives_the_gradients_of_one_rank(ranks: RankPool, dense_folder: Path):
+def test_tensor_parallelism_without_sequence_parallelism_gives_the_gradients_of_one_rank(
+    ranks: RankPool, dense_folder: Path
+):
     # Megatron trains mixture-of-experts models only with both.
     loss, grads = gradients_of(ranks, dense_folder, 1, {})
     parallel_loss, parallel_grads = gradients_of(ranks, dense_folder, *sizes("tp2"))
@@ -68,7 +84,9 @@ def test_one_rank_gives_the_gradients_of_transformers(moe_folder: Path, one_rank
 
 @pytest.mark.parametrize("layout", ["tp2 sp ep2", "tp2 sp pp2 ep2"])
 def test_latent_experts_give_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, layout: str):
-    folder = models.save_nemotron_h(tmp_path / "model", hybrid_override_pattern="ME-*", num_hidden_layers=4, moe_latent_size=32)
+    folder = models.save_nemotron_h(
+        tmp_path / "model", hybrid_override_pattern="ME-*", num_hidden_layers=4, moe_latent_size=32
+    )
     expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
     loss, grads = gradients_of(ranks, folder, *sizes(layout))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -85,7 +103,9 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, s
     is_token = np.concatenate([layout_ranks.packed_row(row).loss_mask_T.bool().numpy() for row in rows])
     assert is_token.sum() > 2000
     for world_size, megatron in map(sizes, ("one", "tp2 sp ep2", "tp2 sp pp2 ep2", "cp2") if seed == 0 else ("one",)):
-        results = ranks.run(layout_ranks.logprobs, layout_ranks.policy_config(**megatron), folder, rows, world_size=world_size)
+        results = ranks.run(
+            layout_ranks.logprobs, layout_ranks.policy_config(**megatron), folder, rows, world_size=world_size
+        )
         # The last rank is in the last stage.
         difference = np.abs(np.concatenate(results[-1]) - expected)[is_token]
         assert (difference <= 1e-5 + 1e-6 * np.abs(expected[is_token])).all(), (megatron, difference.max())

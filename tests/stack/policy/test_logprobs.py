@@ -21,7 +21,13 @@ CHUNKS: dict[str, object] = dict(use_fused_linear_logprobs=True, fused_linear_lo
 
 # Where all real columns are in the first half, where a rank has both kinds, and without padding.
 PLAIN = [Case(vocab_size=vocab_size) for vocab_size in (200, 264, 512)]
-TRUNCATED = [Case(top_k=20), Case(top_p=0.8), Case(top_k=30, top_p=0.9), Case(vocab_size=200, top_k=1), Case(top_k=400, top_p=0.999)]
+TRUNCATED = [
+    Case(top_k=20),
+    Case(top_p=0.8),
+    Case(top_k=30, top_p=0.9),
+    Case(vocab_size=200, top_k=1),
+    Case(top_k=400, top_p=0.999),
+]
 CASES = [replace(case, chunk_tokens=chunk) for case in PLAIN + TRUNCATED for chunk in (None, 11)]
 BFLOAT16 = [Case(precision="bfloat16", chunk_tokens=chunk) for chunk in (None, 11)]
 
@@ -55,7 +61,9 @@ def expected(case: Case, logits: torch.Tensor) -> tuple[dict[str, np.ndarray], n
     logits = logits.requires_grad_()
     scaled = logits[:, : case.vocab_size] / case.temperature
     top_k = torch.full((len(logits),), min(case.top_k or case.vocab_size, case.vocab_size))
-    kept = apply_top_k_top_p_pytorch(scaled.detach().clone(), top_k, torch.full((len(logits),), case.top_p, dtype=torch.float64))
+    kept = apply_top_k_top_p_pytorch(
+        scaled.detach().clone(), top_k, torch.full((len(logits),), case.top_p, dtype=torch.float64)
+    )
     truncated = torch.log_softmax(scaled.masked_fill(torch.isneginf(kept), -torch.inf), dim=-1)
     logprobs = truncated.gather(1, given.labels[:, None])[:, 0]
     whole = torch.log_softmax(scaled, dim=-1).gather(1, given.labels[:, None])[:, 0]
@@ -93,7 +101,9 @@ def test_a_chunked_output_layer_gives_the_loss_and_gradients_of_transformers(ran
 @pytest.fixture(scope="module")
 def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All kinds of layers, in a number that two stages share evenly."""
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+    return models.save_nemotron_h(
+        tmp_path_factory.mktemp("model"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8
+    )
 
 
 def train_metrics(ranks: RankPool, folder: Path, layout: str, *overrides: str) -> list[dict[str, float]]:
@@ -129,7 +139,9 @@ def test_the_model_returns_hidden_states_where_the_config_asks_for_chunks(
 
 
 def test_train_steps_mask_what_top_p_rules_out(ranks: RankPool, hybrid_folder: Path):
-    config = policy_ranks.run_config(hybrid_folder, "one", "policy.generation.top_p=0.7", "loss_fn.reference_policy_kl_penalty=0.1")
+    config = policy_ranks.run_config(
+        hybrid_folder, "one", "policy.generation.top_p=0.7", "loss_fn.reference_policy_kl_penalty=0.1"
+    )
     (((first, second), _),) = ranks.run(policy_ranks.off_policy_steps, config, 2, world_size=1)
     # The rollouts are random tokens, so some of them have no probability.
     assert 0.1 < first["train/outside_truncation_fraction"] < 0.6

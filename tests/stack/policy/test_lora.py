@@ -75,6 +75,8 @@ def test_a_layout_gives_the_gradients_of_transformers(
 ):
     folder, (expected_loss, expected) = adapted(name)
     world_size, megatron = sizes(layout)
-    loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(peft=PeftConfig(enabled=True, dim=4, alpha=6.0)))
+    loss, grads = gradients_of(
+        ranks, folder, world_size, megatron | dict(peft=PeftConfig(enabled=True, dim=4, alpha=6.0))
+    )
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)

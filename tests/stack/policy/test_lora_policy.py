@@ -32,7 +32,9 @@ PEFT = [
 def run(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraRun]]:
     weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
     config = policy_ranks.run_config(folder, LAYOUT, *PEFT)
-    return weights_dir, ranks.run(lora_ranks.run_lora, config, weights_dir, 2, world_size=policy_ranks.world_size(LAYOUT))
+    return weights_dir, ranks.run(
+        lora_ranks.run_lora, config, weights_dir, 2, world_size=policy_ranks.world_size(LAYOUT)
+    )
 
 
 def test_only_adapters_are_trained(run: tuple[Path, list[LoraRun]]):
@@ -57,14 +59,19 @@ def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, run:
 
 
 @pytest.mark.parametrize(
-    "layout", ["one", *(pytest.param(name, marks=pytest.mark.long("parity")) for name in ("pp2 dp2 ep2", "tp2 sp etp2"))]
+    "layout",
+    ["one", *(pytest.param(name, marks=pytest.mark.long("parity")) for name in ("pp2 dp2 ep2", "tp2 sp etp2"))],
 )
-def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], layout: str):
+def test_another_layout_goes_on_with_the_same_losses(
+    ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], layout: str
+):
     config = policy_ranks.run_config(folder, layout, *PEFT)
     metrics, _ = ranks.run(save_ranks.load_and_step, config, run[0], world_size=policy_ranks.world_size(layout))[0]
     expected = run[1][0].following
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
-        np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            [step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance
+        )
 
 
 def test_exports_hold_the_adapters(folder: Path, run: tuple[Path, list[LoraRun]], tmp_path: Path):
@@ -87,7 +94,9 @@ def test_exports_hold_the_adapters(folder: Path, run: tuple[Path, list[LoraRun]]
 
 @pytest.mark.long("parity")
 def test_the_export_is_what_engines_get(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], tmp_path: Path):
-    (live,) = ranks.run(lora_ranks.exported_weights, policy_ranks.run_config(folder, "one", *PEFT), run[0], world_size=1)
+    (live,) = ranks.run(
+        lora_ranks.exported_weights, policy_ranks.run_config(folder, "one", *PEFT), run[0], world_size=1
+    )
     assert convert(["mcore-to-hf", "--mcore", str(run[0]), "--out", str(tmp_path / "merged")]) == 0
     exported = load_file(tmp_path / "merged/model.safetensors")
     assert exported.keys() == live.keys()
@@ -111,7 +120,9 @@ def test_the_refit_moves_merged_weights(ranks: RankPool, folder: Path, layout: s
 @pytest.mark.parametrize("overrides", [["dropout=0.5"], ["dropout=0.5", "dropout_position=pre"], ["dropout=0.0"]])
 def test_logprobs_are_without_dropout(ranks: RankPool, folder: Path, overrides: list[str]):
     settings = [*PEFT[:-1], *(f"policy.megatron_cfg.peft.{item}" for item in overrides)]
-    (is_same, difference), *_ = ranks.run(lora_ranks.dropout_logprobs, policy_ranks.run_config(folder, "one", *settings), world_size=1)
+    (is_same, difference), *_ = ranks.run(
+        lora_ranks.dropout_logprobs, policy_ranks.run_config(folder, "one", *settings), world_size=1
+    )
     assert is_same
     # The train pass drops values, the logprob pass before it does not.
     assert difference < 1e-5 if overrides == ["dropout=0.0"] else difference > 1e-3
@@ -124,7 +135,9 @@ def test_a_stage_may_have_no_adapters(ranks: RankPool, folder: Path, layer: int)
     metrics = {}
     for layout in ("one", "pp2 dp2 ep2", "tp2 sp dp2 ep2"):
         config = policy_ranks.run_config(folder, layout, *settings)
-        metrics[layout] = ranks.run(policy_ranks.metrics_of_steps, config, 3, world_size=policy_ranks.world_size(layout))[0]
+        metrics[layout] = ranks.run(
+            policy_ranks.metrics_of_steps, config, 3, world_size=policy_ranks.world_size(layout)
+        )[0]
     for layout, steps in metrics.items():
         for name in ("train/loss", "train/grad_norm"):
             values = [[step[name] for step in metrics_of] for metrics_of in (steps, metrics["one"])]
@@ -134,14 +147,24 @@ def test_a_stage_may_have_no_adapters(ranks: RankPool, folder: Path, layer: int)
 @pytest.mark.long("parity")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path, dtype: str):
-    bf16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true", f"policy.megatron_cfg.peft.lora_dtype={dtype}"]
+    bf16 = [
+        "policy.precision=bfloat16",
+        "policy.megatron_cfg.optimizer.bf16=true",
+        f"policy.megatron_cfg.peft.lora_dtype={dtype}",
+    ]
     config = policy_ranks.run_config(folder, "dp2", *PEFT, *bf16)
     unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
     assert ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=2) == [result[:2] for result in unbroken]
 
 
-@pytest.mark.parametrize("overrides", [[], pytest.param([*PEFT, "policy.megatron_cfg.peft.alpha=16"], marks=pytest.mark.long("parity"))])
-def test_other_adapters_are_refused(ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], overrides: list[str]):
+@pytest.mark.parametrize(
+    "overrides", [[], pytest.param([*PEFT, "policy.megatron_cfg.peft.alpha=16"], marks=pytest.mark.long("parity"))]
+)
+def test_other_adapters_are_refused(
+    ranks: RankPool, folder: Path, run: tuple[Path, list[LoraRun]], overrides: list[str]
+):
     config = policy_ranks.run_config(folder, "one", *overrides)
-    with pytest.raises(RuntimeError, match=r"ValueError: .* was saved with policy.megatron_cfg.peft \{'dim': 4, 'alpha': 8.0"):
+    with pytest.raises(
+        RuntimeError, match=r"ValueError: .* was saved with policy.megatron_cfg.peft \{'dim': 4, 'alpha': 8.0"
+    ):
         ranks.run(save_ranks.load_weights_only, config, run[0], world_size=1)

@@ -32,7 +32,8 @@ def test_training_through_the_phases_equals_training_in_place(
     ranks: RankPool, folder: Path, tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ):
     moving, staying = (
-        walk(ranks, folder, tmp_path / name, layout, *overrides, *more) for name, more in (("moving", ()), ("staying", (STAYING,)))
+        walk(ranks, folder, tmp_path / name, layout, *overrides, *more)
+        for name, more in (("moving", ()), ("staying", (STAYING,)))
     )
     for moved, stayed in zip(moving, staying, strict=True):
         assert moved.metrics == stayed.metrics

@@ -37,8 +37,8 @@ TRANSFORMER_CLASSES = {
     "TransformerLayer": "megatron.core.transformer",
 } | {name: package for name, package in MEGATRON_CLASSES.items() if not name.startswith(("Mamba", "Hybrid"))}
 SCHEDULES = {"dp2": "forward_backward_no_pipelining", "pp2 dp2 ep2": "forward_backward_pipelining_without_interleaving"}
-# Layers that Megatron takes through its specs, of which the router is a subclass of Megatron's, the norm whose base class it lacks without
-# mamba_ssm, and the kernel for Apex's FusedAdam.
+# Layers that Megatron takes through its specs, of which the router is a subclass of Megatron's, the norm whose base
+# class it lacks without mamba_ssm, and the kernel for Apex's FusedAdam.
 OURS = {"PackedCoreAttention", "PackedRouter", "ExtendedRMSNorm", "CpuFusedAdam"}
 
 

@@ -22,7 +22,9 @@ FOUR_RANKS: dict[str, object] = dict(tensor_model_parallel_size=2, expert_model_
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: RankPool, folder: Path) -> list[tuple[float, float]]:
-    ((steps, _, _),) = ranks.run(layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1)
+    ((steps, _, _),) = ranks.run(
+        layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1
+    )
     return steps
 
 
@@ -60,11 +62,22 @@ def test_a_router_trains_and_its_bias_follows_the_update_rate(ranks: RankPool, f
 def test_transformers_take_the_steps_of_one_rank_and_learn(ranks: RankPool, tmp_path: Path, model_type: str):
     folder = models.save_model(tmp_path, model_type)
     # Of tied embeddings, both stages' copies are cut over replicas.
-    megatron = FOUR_RANKS if model_type in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe") else dict(pipeline_model_parallel_size=2)
-    ((expected, _, _),) = ranks.run(layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1)
-    results = ranks.run(layout_ranks.train, with_overlaps(layout_ranks.policy_config(**megatron)), folder, ROWS, NUM_STEPS, world_size=4)
+    megatron = (
+        FOUR_RANKS
+        if model_type in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe")
+        else dict(pipeline_model_parallel_size=2)
+    )
+    ((expected, _, _),) = ranks.run(
+        layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1
+    )
+    results = ranks.run(
+        layout_ranks.train, with_overlaps(layout_ranks.policy_config(**megatron)), folder, ROWS, NUM_STEPS, world_size=4
+    )
     replicas = int(str(megatron.get("tensor_model_parallel_size", 1)))
-    steps = [(sum(loss for loss, _ in step) / replicas, step[0][1]) for step in zip(*(steps for steps, _, _ in results), strict=True)]
+    steps = [
+        (sum(loss for loss, _ in step) / replicas, step[0][1])
+        for step in zip(*(steps for steps, _, _ in results), strict=True)
+    ]
     np.testing.assert_allclose(steps, expected, rtol=2e-5)
     losses = [loss for loss, _ in steps]
     assert losses == sorted(losses, reverse=True)

@@ -31,7 +31,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(folders: dict[str, Path], family: str, layout: str, name: ModelName = "policy") -> RunConfig:
     config = run_config(folders[family], layout)
-    return config if name == "policy" else with_value(with_value(config, "teacher", config.policy), "algorithm", "distillation")
+    return (
+        config
+        if name == "policy"
+        else with_value(with_value(config, "teacher", config.policy), "algorithm", "distillation")
+    )
 
 
 def test_models_that_take_turns_compute_what_each_computes_alone(ranks: RankPool, folders: dict[str, Path]):

@@ -23,7 +23,14 @@ COEFFICIENT = 0.5
 DISPATCH_LAYOUTS = ("ep2 dp2", "tp2 sp ep2", "tp2 sp ep1", "tp2 sp etp2", "tp2 sp etp2 ep2", "tp2 sp ep4")
 # The others with alltoall are those of the tests of layouts.
 ALLTOALL = ("tp2 sp etp2", "tp2 sp etp2 ep2", "tp2 sp ep4")
-AUX_LAYOUTS = ("one", "ep2 dp2", "tp2 sp dp2 ep2", "tp2 sp cp2 ep2", "tp2 sp pp2 ep2, recomputed", "pp2 vpp2 dp2 ep2, recomputed")
+AUX_LAYOUTS = (
+    "one",
+    "ep2 dp2",
+    "tp2 sp dp2 ep2",
+    "tp2 sp cp2 ep2",
+    "tp2 sp pp2 ep2, recomputed",
+    "pp2 vpp2 dp2 ep2, recomputed",
+)
 # Cells of the short suite: every kind and every family once, on ranks whose rows differ.
 SHORT = {
     ("alltoall", "qwen3_moe", "tp2 sp etp2 ep2"),
@@ -37,9 +44,18 @@ SHORT = {
 
 def cells(*groups: tuple[tuple[str, ...], Iterable[str]]) -> list:
     """All cells of some kinds and layouts each; the short suite runs a few. The hybrid family has no virtual stages."""
-    every = [(kind, family, layout) for kinds, layouts in groups for kind in kinds for family in FAMILIES for layout in layouts]
+    every = [
+        (kind, family, layout)
+        for kinds, layouts in groups
+        for kind in kinds
+        for family in FAMILIES
+        for layout in layouts
+    ]
     every = [cell for cell in every if cell[1] != "nemotron_h" or "vpp" not in cell[2]]
-    return [pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long("parity"), id=", ".join(cell)) for cell in every]
+    return [
+        pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long("parity"), id=", ".join(cell))
+        for cell in every
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +87,12 @@ def test_the_order_of_the_chosen_experts_changes_no_sum():
     assert torch.equal(scores_TK.sum(dim=1), expected.values.sum(dim=1)) and torch.equal(ids_TK, expected.indices)
 
 
-@pytest.mark.parametrize(("dispatcher", "name", "layout"), cells((("alltoall",), ALLTOALL), (("allgather",), DISPATCH_LAYOUTS)))
-def test_tokens_find_their_experts(ranks: RankPool, folders: dict, plain: dict, name: str, dispatcher: str, layout: str):
+@pytest.mark.parametrize(
+    ("dispatcher", "name", "layout"), cells((("alltoall",), ALLTOALL), (("allgather",), DISPATCH_LAYOUTS))
+)
+def test_tokens_find_their_experts(
+    ranks: RankPool, folders: dict, plain: dict, name: str, dispatcher: str, layout: str
+):
     world_size, megatron = sizes(layout)
     loss, grads = gradients_of(ranks, folders[name], world_size, megatron | dict(moe_token_dispatcher_type=dispatcher))
     assert loss == pytest.approx(plain[name][0], rel=1e-5)

@@ -36,7 +36,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-@pytest.mark.parametrize("case", [MtpCase(2), MtpCase(3, repeats=True), MtpCase(2, detaches=True), MtpCase(3, True, True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [MtpCase(2), MtpCase(3, repeats=True), MtpCase(2, detaches=True), MtpCase(3, True, True)], ids=str
+)
 def test_losses_and_gradients_are_those_of_a_loop_over_transformers(
     ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, case: MtpCase
 ):
@@ -64,13 +66,20 @@ def test_the_balancing_loss_of_a_layer_is_the_mean_over_its_passes(
 ):
     folder, balance = folders[case.repeats], 5.0
     settings = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=balance)
-    config = mtp_ranks.run_config(folder, "one", case, *(f"policy.megatron_cfg.{key}={value}" for key, value in settings.items()))
-    assert_as_reference(ranks.run(mtp_ranks.gradients, config, world_size=1), Reference(folder, tmp_path), case, balance=balance)
+    config = mtp_ranks.run_config(
+        folder, "one", case, *(f"policy.megatron_cfg.{key}={value}" for key, value in settings.items())
+    )
+    assert_as_reference(
+        ranks.run(mtp_ranks.gradients, config, world_size=1), Reference(folder, tmp_path), case, balance=balance
+    )
 
 
 LAYOUTS = [
     (MtpCase(2), {"tp2 sp cp2 ep2": (), "pp2 dp2 ep2": RECOMPUTED}),
-    (MtpCase(3, repeats=True, detaches=True), {"tp2 sp dp2 ep2": RECOMPUTED, "pp2 dp2 ep2": UNSHARDED, "cp2 dp2 ep2": ()}),
+    (
+        MtpCase(3, repeats=True, detaches=True),
+        {"tp2 sp dp2 ep2": RECOMPUTED, "pp2 dp2 ep2": UNSHARDED, "cp2 dp2 ep2": ()},
+    ),
     pytest.param(MtpCase(2), {"tp2 sp dp2 ep2": (), "tp2 sp pp2 cp2 ep4": ()}, marks=pytest.mark.long("parity")),
 ]
 
@@ -89,7 +98,9 @@ def test_steps_of_many_ranks_are_those_of_one(
         for metrics, _ in results:
             assert metrics == results[0][0]
         for found, wanted in zip(results[0][0], alone, strict=True):
-            compared = [name for name in wanted if name.startswith("train/mtp_") or name in ("train/loss", "train/grad_norm")]
+            compared = [
+                name for name in wanted if name.startswith("train/mtp_") or name in ("train/loss", "train/grad_norm")
+            ]
             assert len(compared) == 2 * case.num_steps + 2 + case.detaches
             for name in compared:
                 assert found[name] == pytest.approx(wanted[name], rel=3e-5, abs=1e-6), (layout, overrides, name)
@@ -98,19 +109,27 @@ def test_steps_of_many_ranks_are_those_of_one(
 def test_detached_layers_leave_the_policy_as_it_would_be_without_them(ranks: RankPool, folders: dict[bool, Path]):
     """Both norms are far above what is clipped at."""
     overrides = ("policy.max_grad_norm=0.01", "policy.logprob_chunk_size=64")
-    plain, learning = (mtp_ranks.run_config(folders[True], "one", MtpCase(steps, True, True), *overrides) for steps in (0, 3))
-    (wanted, before), (found, after) = (ranks.run(mtp_ranks.steps, config, 2, world_size=1)[0] for config in (plain, learning))
+    plain, learning = (
+        mtp_ranks.run_config(folders[True], "one", MtpCase(steps, True, True), *overrides) for steps in (0, 3)
+    )
+    (wanted, before), (found, after) = (
+        ranks.run(mtp_ranks.steps, config, 2, world_size=1)[0] for config in (plain, learning)
+    )
     ((_, start),) = ranks.run(mtp_ranks.steps, plain, 0, world_size=1)
     for step, of_plain in zip(found, wanted, strict=True):
         assert min(step["train/grad_norm"], step["train/mtp_grad_norm"]) > 0.05
         # Experts of MTP layers count in the means over layers.
-        assert {name: step[name] for name in of_plain if "/moe/" not in name} == {n: v for n, v in of_plain.items() if "/moe/" not in n}
+        assert {name: step[name] for name in of_plain if "/moe/" not in name} == {
+            n: v for n, v in of_plain.items() if "/moe/" not in n
+        }
     assert before.keys() == after.keys() == start.keys()
     # Left alone, they are as they were.
     assert {name for name in start if start[name] == before[name]} >= {name for name in start if "mtp." in name}
     changed = {name for name in before if before[name] != after[name]}
     assert changed and all("mtp." in name for name in changed)
-    assert {name for name in before if "mtp." in name} - changed == {name for name in before if "mtp." in name and "expert_bias" in name}
+    assert {name for name in before if "mtp." in name} - changed == {
+        name for name in before if "mtp." in name and "expert_bias" in name
+    }
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 sp dp2 ep2", "pp2 dp2 ep2"])
@@ -134,7 +153,9 @@ def test_gradients_of_detached_layers_have_a_norm_of_their_own(
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_others_as_they_are(ranks: RankPool, folders: dict[bool, Path]):
-    config = mtp_ranks.run_config(folders[True], "one", MtpCase(2, repeats=True, detaches=True), "policy.max_grad_norm=0.01")
+    config = mtp_ranks.run_config(
+        folders[True], "one", MtpCase(2, repeats=True, detaches=True), "policy.max_grad_norm=0.01"
+    )
     ((rest, own, again),) = ranks.run(mtp_ranks.clipped, config, math.inf, world_size=1)
     # For the train step to tell, which changes no parameter then.
     assert rest == math.inf and 0 < own < math.inf and again == own
@@ -149,12 +170,16 @@ def test_layers_that_are_computed_again_learn_behind_frozen_joins(ranks: RankPoo
         config = mtp_ranks.run_config(folders[True], "one", case, *overrides)
         ((_, found[overrides]),) = ranks.run(mtp_ranks.gradients, config, world_size=1)
     whole, frozen = found.values()
-    assert {name for name in whole if name not in frozen} == {f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+    assert {name for name in whole if name not in frozen} == {
+        f"mtp.layers.0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")
+    }
     for name, gradient in frozen.items():
         np.testing.assert_allclose(gradient, whole[name], atol=1e-6, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("detaches", [pytest.param(False, marks=pytest.mark.long("parity")), True], ids=["joined", "detached"])
+@pytest.mark.parametrize(
+    "detaches", [pytest.param(False, marks=pytest.mark.long("parity")), True], ids=["joined", "detached"]
+)
 def test_bfloat16_learns_the_same(ranks: RankPool, folders: dict[bool, Path], detaches: bool):
     case, steps = MtpCase(2, repeats=True, detaches=detaches), []
     for overrides in ((), BF16, (*BF16, *RECOMPUTED, f"{_DDP}.grad_reduce_in_fp32=false")):
@@ -184,10 +209,15 @@ def test_a_checkpoint_goes_on_at_any_layout(ranks: RankPool, folders: dict[bool,
         assert layout != saved or resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
         for found, step in zip(resumed[0][0], wanted, strict=True):
             for name in ("loss", "grad_norm", "mtp_1_loss", "mtp_2_loss", "mtp_grad_norm"):
-                assert found[f"train/{name}"] == pytest.approx(step[f"train/{name}"], rel=1e-5, abs=1e-6), (layout, name)
+                assert found[f"train/{name}"] == pytest.approx(step[f"train/{name}"], rel=1e-5, abs=1e-6), (
+                    layout,
+                    name,
+                )
     # They may be left alone from here on.
     left, _ = ranks.run(save_ranks.load_and_step, config(saved, MtpCase(0)), tmp_path, world_size=4)[0]
-    assert left[0]["train/loss"] == pytest.approx(wanted[0]["train/loss"], abs=1e-6) and "train/mtp_1_loss" not in left[0]
+    assert (
+        left[0]["train/loss"] == pytest.approx(wanted[0]["train/loss"], abs=1e-6) and "train/mtp_1_loss" not in left[0]
+    )
 
 
 def test_a_checkpoint_without_their_moments_is_refused(ranks: RankPool, folders: dict[bool, Path], tmp_path: Path):
@@ -195,6 +225,9 @@ def test_a_checkpoint_without_their_moments_is_refused(ranks: RankPool, folders:
     ranks.run(save_ranks.save_after_steps, left, tmp_path, 1, world_size=2)
     form = json.loads((tmp_path / "iter_0000000/run_config.yaml").read_text())["optimizer"]
     assert form["frozen"] == left.frozen_settings and form["frozen"]["mtp_num_layers"] == 0
-    said = r"iter_0000000 has no optimizer state of mtp\.layers\.0\.\S+ \(tensors without: \d+\), which was not trained when this was saved"
+    said = (
+        r"iter_0000000 has no optimizer state of mtp\.layers\.0\.\S+ \(tensors without: \d+\), which was not "
+        r"trained when this was saved"
+    )
     with pytest.raises(RuntimeError, match=said):
         ranks.run(save_ranks.load_and_step, learning, tmp_path, world_size=2)

@@ -12,7 +12,15 @@ from tests.stack.policy import objective_ranks, objective_reference, policy_rank
 from tests.stack.ranks import RankPool
 
 NUM_STEPS = 2
-COMPARED = ("loss", "grad_norm", "clip_fraction", "sampling_importance_ratio", "num_valid_tokens", "advantages/mean", "advantages/max")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "sampling_importance_ratio",
+    "num_valid_tokens",
+    "advantages/mean",
+    "advantages/max",
+)
 
 
 def test_steps_equal_transformers_and_those_of_many_ranks(ranks: RankPool, tmp_path: Path):
@@ -26,7 +34,9 @@ def test_steps_equal_transformers_and_those_of_many_ranks(ranks: RankPool, tmp_p
         assert [step["train/loss"] for step in steps] == pytest.approx(losses, rel=1e-5, abs=1e-6), name
         assert [step["train/grad_norm"] for step in steps] == pytest.approx(grad_norms, rel=1e-4), name
     many = objective_ranks.run_configs(folder, layout)
-    results = ranks.run(objective_ranks.steps_of_objectives, many, NUM_STEPS, "balanced", world_size=policy_ranks.world_size(layout))
+    results = ranks.run(
+        objective_ranks.steps_of_objectives, many, NUM_STEPS, "balanced", world_size=policy_ranks.world_size(layout)
+    )
     assert all(result == results[0] for result in results)
     for name, steps in expected.items():
         for step, (found, wanted) in enumerate(zip(results[0][name], steps, strict=True)):

@@ -24,14 +24,20 @@ OFF = [f"{DDP}.overlap_grad_reduce=false", f"{DDP}.overlap_param_gather=false"]
         ("nemotron_h", "cp2 dp2 ep2"),
     ],
 )
-def test_gradients_are_reduced_during_the_backward_pass_to_the_same_bits(ranks: RankPool, tmp_path: Path, model_type: str, layout: str):
+def test_gradients_are_reduced_during_the_backward_pass_to_the_same_bits(
+    ranks: RankPool, tmp_path: Path, model_type: str, layout: str
+):
     folder = models.save_model(tmp_path, model_type)
     world_size = policy_ranks.world_size(layout)
     on, off = (
-        ranks.run(overlap_ranks.events_of_step, policy_ranks.run_config(folder, layout, *overrides), world_size=world_size)
+        ranks.run(
+            overlap_ranks.events_of_step, policy_ranks.run_config(folder, layout, *overrides), world_size=world_size
+        )
         for overrides in ([], OFF)
     )
-    for (events, num_buckets, metrics, checksums), (plain_events, _, plain_metrics, plain_checksums) in zip(on, off, strict=True):
+    for (events, num_buckets, metrics, checksums), (plain_events, _, plain_metrics, plain_checksums) in zip(
+        on, off, strict=True
+    ):
         assert (metrics, checksums) == (plain_metrics, plain_checksums)
         chunks = {index for _, index in events}
         assert len(chunks) == (2 if "vpp2" in layout else 1)
@@ -41,4 +47,6 @@ def test_gradients_are_reduced_during_the_backward_pass_to_the_same_bits(ranks: 
         plain = [event for event, _ in plain_events]
         assert "reduce" not in plain[: plain.index("finish")] and plain.count("reduce") == num_buckets
         # One reduction at least sets off while other gradients are still being computed.
-        assert ("backward" in [event for event, _ in events[[event for event, _ in events].index("reduce") :]]) or num_buckets == 1
+        assert (
+            "backward" in [event for event, _ in events[[event for event, _ in events].index("reduce") :]]
+        ) or num_buckets == 1

@@ -46,7 +46,9 @@ def compare(ranks: RankPool, folder_of: Callable[[str], Path]) -> Run:
 
 def check(errors: Errors, feature: Feature) -> None:
     limits = feature.limits
-    assert errors.loss <= limits.loss and errors.logprob <= limits.logprob and errors.gradient <= limits.gradient, errors
+    assert errors.loss <= limits.loss and errors.logprob <= limits.logprob and errors.gradient <= limits.gradient, (
+        errors
+    )
 
 
 @pytest.mark.parametrize(("model_type", "feature"), IN_CI, ids=str)
@@ -66,7 +68,9 @@ def rows() -> Iterator[list[Row]]:
 
 @pytest.mark.long("parity")
 @pytest.mark.parametrize(("model_type", "feature"), CELLS, ids=str)
-def test_every_feature_computes_what_one_plain_rank_does(compare: Run, rows: list[Row], model_type: str, feature: Feature):
+def test_every_feature_computes_what_one_plain_rank_does(
+    compare: Run, rows: list[Row], model_type: str, feature: Feature
+):
     errors, limits = compare(model_type, feature), feature.limits
     rows.append(
         dict(
@@ -87,7 +91,9 @@ def tiny_losses(ranks: RankPool, folder_of: Callable[[str], Path]) -> Callable[[
     """Losses of the steps of grpo_tiny.yaml, its own layout included, with these settings."""
 
     def losses(model_type: str, settings: Settings, num_ranks: int) -> list[float]:
-        return measure(ranks, run_config(folder_of(model_type), settings, num_ranks), num_steps=NUM_STEPS, measured_step=0).losses
+        return measure(
+            ranks, run_config(folder_of(model_type), settings, num_ranks), num_steps=NUM_STEPS, measured_step=0
+        ).losses
 
     return losses
 

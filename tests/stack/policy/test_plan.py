@@ -24,13 +24,17 @@ from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
 # As a run's, so that padding between tensors does not weigh.
-WIDER: dict[str, Any] = dict(hidden_size=128, moe_intermediate_size=128, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+WIDER: dict[str, Any] = dict(
+    hidden_size=128, moe_intermediate_size=128, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8
+)
 LAYOUTS = ("one", "dp2", "tp2 sp", "tp2 sp ep2 etp2", "tp2 sp dp2 ep2", "pp2 dp2 ep2", "tp2 sp pp2 ep2", "cp2 dp2 ep2")
 CHANGES: dict[str, dict[str, object]] = {
     "glm4_moe": dict(attention_bias=False, use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2),
     "llama": dict(num_key_value_heads=4, intermediate_size=96),
     "mixtral": dict(num_local_experts=4, hidden_size=96),
-    "nemotron_h": dict(hybrid_override_pattern="M*-EME-M", num_hidden_layers=8, n_groups=4, ssm_state_size=32, vocab_size=300),
+    "nemotron_h": dict(
+        hybrid_override_pattern="M*-EME-M", num_hidden_layers=8, n_groups=4, ssm_state_size=32, vocab_size=300
+    ),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen2_moe": dict(mlp_only_layers=[], shared_expert_intermediate_size=32),
     "qwen3": dict(tie_word_embeddings=False, head_dim=64),
@@ -113,7 +117,10 @@ def kept_by_torch(shape: ModelSizes, letter: str) -> dict[str, int]:
     if letter == "-":
         return kept | {"gate": 2 * shape.ffn if shape.is_gated else 0}
     if letter == "E":
-        return kept | {"routed": shape.topk * shape.hidden, "gate": 2 * shape.topk * shape.expert_ffn if shape.is_gated else 0}
+        return kept | {
+            "routed": shape.topk * shape.hidden,
+            "gate": 2 * shape.topk * shape.expert_ffn if shape.is_gated else 0,
+        }
     states = (shape.mamba_heads + 2 * shape.mamba_groups) * shape.mamba_state
     steps = 9 * shape.mamba_inner + 2 * (shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state)
     return kept | {"scan": steps + states, "decays": MAX_CHUNK * (2 * shape.mamba_heads + shape.mamba_groups)}
@@ -130,13 +137,21 @@ def test_activations_are_those_that_ranks_without_gpus_keep(measured: dict[str, 
         for letter in layer:
             # The plan counts in bfloat16 all but what is float32 on GPUs, too.
             of_plan = {
-                n: size * (1 if n in ("router", "softmax") else 2) for n, size in part_bytes(shape, letter, Row(tokens=TOKENS)).items()
+                n: size * (1 if n in ("router", "softmax") else 2)
+                for n, size in part_bytes(shape, letter, Row(tokens=TOKENS)).items()
             }
             of_torch = {f"torch {n}": FP32 * TOKENS * size for n, size in kept_by_torch(shape, letter).items()}
-            total += sum(size for n, size in (of_plan | of_torch).items() if f"{letter}.{n.removeprefix('torch ')}" not in without)
+            total += sum(
+                size
+                for n, size in (of_plan | of_torch).items()
+                if f"{letter}.{n.removeprefix('torch ')}" not in without
+            )
         return total
 
-    layers = {layer: FP32 * TOKENS * shape.hidden if "full" in modules else kept(layer, left_out) for layer in set(shape.layers)}
+    layers = {
+        layer: FP32 * TOKENS * shape.hidden if "full" in modules else kept(layer, left_out)
+        for layer in set(shape.layers)
+    }
     again = max(kept(layer, set()) - layers[layer] for layer in layers) if modules else 0.0
     # Inputs of the final norm and of the output layer, and the probabilities.
     ends = FP32 * TOKENS * (2 * shape.hidden + shape.vocabulary)

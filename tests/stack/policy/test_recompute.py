@@ -37,7 +37,10 @@ def selective(*modules: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: models.save_model(tmp_path_factory.mktemp(name), name, pad_token_id=None, **MODELS[name]) for name in MODELS}
+    return {
+        name: models.save_model(tmp_path_factory.mktemp(name), name, pad_token_id=None, **MODELS[name])
+        for name in MODELS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +60,17 @@ def test_full_recomputation_gives_the_same_gradients_bit_for_bit(
 
 def test_groups_of_layers_are_recomputed_together(ranks: RankPool, folders: dict[str, Path]):
     # Three groups, the last one with two of the eight layers.
-    together, apart = ranks.run(memory_ranks.hybrid_gradients_by_group_size, folders["nemotron_h"], LONG_ROW, (3, 1), world_size=1)[0]
+    together, apart = ranks.run(
+        memory_ranks.hybrid_gradients_by_group_size, folders["nemotron_h"], LONG_ROW, (3, 1), world_size=1
+    )[0]
     assert together.keys() == apart.keys()
     assert [name for name in together if not np.array_equal(together[name], apart[name])] == []
 
 
 def test_the_hybrid_stack_keeps_the_inputs_of_layers_only(ranks: RankPool, folders: dict[str, Path]):
-    full, selected, everything = (saved(ranks, folders["nemotron_h"], LONG_ROW, **how) for how in (FULL, selective("core_attn", "moe"), {}))
+    full, selected, everything = (
+        saved(ranks, folders["nemotron_h"], LONG_ROW, **how) for how in (FULL, selective("core_attn", "moe"), {})
+    )
     # Inputs of eight layers, what the largest layer keeps while it is computed again, and the output's probabilities.
     assert full < 0.45 * everything
     assert full < selected < everything
@@ -103,10 +110,21 @@ def test_memory_of_activations_is_recorded(ranks: RankPool, tmp_path: Path):
     for name, overrides in sizes.items():
         folder = models.save_model(tmp_path / name, name, pad_token_id=None, **overrides)
         everything = saved(ranks, folder, rows)
-        for recomputed, how in {"nothing": {}, "core_attn, moe": selective("core_attn", "moe"), "all layers": FULL}.items():
+        for recomputed, how in {
+            "nothing": {},
+            "core_attn, moe": selective("core_attn", "moe"),
+            "all layers": FULL,
+        }.items():
             peak = saved(ranks, folder, rows, **how)
             table.append(
-                {"model": name, "layers": 24, "tokens": 4096, "recomputed": recomputed, "peak_mb": peak / 1e6, "share": peak / everything}
+                {
+                    "model": name,
+                    "layers": 24,
+                    "tokens": 4096,
+                    "recomputed": recomputed,
+                    "peak_mb": peak / 1e6,
+                    "share": peak / everything,
+                }
             )
     if not IS_NEWEST:
         record("recompute", table, command="pytest --long parity tests/stack/policy/test_recompute.py")
@@ -115,4 +133,6 @@ def test_memory_of_activations_is_recorded(ranks: RankPool, tmp_path: Path):
 
 def saved(ranks: RankPool, folder: Path, rows: list, **megatron: object) -> int:
     """Bytes kept for the backward pass at the worst moment, on one rank."""
-    return ranks.run(memory_ranks.peak_saved_bytes, layout_ranks.policy_config(**megatron), folder, rows, world_size=1)[0]
+    return ranks.run(memory_ranks.peak_saved_bytes, layout_ranks.policy_config(**megatron), folder, rows, world_size=1)[
+        0
+    ]

@@ -23,7 +23,9 @@ LAYOUTS = ("one, recomputed", "pp2, recomputed", "cp2 ep2, recomputed", "tp2 sp 
 
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("moe"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
+    return models.save_nemotron_h(
+        tmp_path_factory.mktemp("moe"), hybrid_override_pattern="MEM*EME-", num_hidden_layers=8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +75,15 @@ def test_a_step_counts_what_routers_would_have_chosen_otherwise(ranks: RankPool,
     for index, rollout, _, _ in policy_ranks.rollouts():
         tokens = replay_ranks.tokens_of(rollout)
         own.append(replay_ranks.with_routes(rollout, routes.own_routes(model, tokens)[0][:-1].astype(np.uint8)))
-        forced.append(replay_ranks.with_routes(rollout, routes.forced_routes(tokens, hf_config)) if index % 2 else own[-1])
+        forced.append(
+            replay_ranks.with_routes(rollout, routes.forced_routes(tokens, hf_config)) if index % 2 else own[-1]
+        )
     settings = ("policy.router_replay.enabled=true", "loss_fn.reference_policy_kl_penalty=0.1")
     layout = "tp2 sp pp2 ep2"
     config = policy_ranks.run_config(moe_folder, layout, *settings)
     following, diverted = (
-        ranks.run(replay_ranks.training, config, rollouts, world_size=policy_ranks.world_size(layout)) for rollouts in (own, forced)
+        ranks.run(replay_ranks.training, config, rollouts, world_size=policy_ranks.world_size(layout))
+        for rollouts in (own, forced)
     )
     num_tokens = [len(rollout.routes) for rollout in own if rollout.routes is not None]
     for metrics, _ in following:
@@ -87,7 +92,12 @@ def test_a_step_counts_what_routers_would_have_chosen_otherwise(ranks: RankPool,
     for metrics, _ in diverted:
         assert metrics == diverted[0][0]
         expected = sum(num_tokens[1::2]) / sum(num_tokens)
-        assert 0.9 * expected <= metrics["train/router_mismatch"] <= metrics["train/router_mismatch_worst_layer"] <= expected
+        assert (
+            0.9 * expected
+            <= metrics["train/router_mismatch"]
+            <= metrics["train/router_mismatch_worst_layer"]
+            <= expected
+        )
     assert following[0][0]["train/loss"] != diverted[0][0]["train/loss"]
     # The reference model chooses by itself, whatever the rollouts say.
     assert len(following[-1][1]) == 1
@@ -117,7 +127,9 @@ def test_rollouts_without_routes_are_refused(ranks: RankPool, moe_folder: Path):
 
 @pytest.mark.long("parity")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_transformers_follow_routes_over_virtual_stages_and_recomputed(ranks: RankPool, tmp_path: Path, model_type: str):
+def test_transformers_follow_routes_over_virtual_stages_and_recomputed(
+    ranks: RankPool, tmp_path: Path, model_type: str
+):
     folder = models.save_model(tmp_path, model_type)
     loss, grads = gradients_of(ranks, folder, 1, REPLAY)
     for world_size, megatron in map(sizes, ("pp2 vpp2, recomputed", "tp2 sp pp2 ep2")):

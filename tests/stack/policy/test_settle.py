@@ -23,7 +23,9 @@ from tests.stack.refit.children import fill
 
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
 def test_settled_weights_are_the_main_parameters_cast_down(ranks: RankPool, folder: Path, precision: list[str]):
-    results = ranks.run(policy_ranks.settle_after_steps, policy_ranks.run_config(folder, "dp2", *precision), world_size=2)
+    results = ranks.run(
+        policy_ranks.settle_after_steps, policy_ranks.run_config(folder, "dp2", *precision), world_size=2
+    )
     (raw, settled, weights, _), (other_raw, other_settled, other_weights, _) = results
     # With overlap_param_gather the optimizer leaves half of each replica as it was before the step.
     stale = [name for name in raw if raw[name] != other_raw[name]]
@@ -37,7 +39,9 @@ def test_settled_weights_are_the_main_parameters_cast_down(ranks: RankPool, fold
             np.testing.assert_array_equal(weights[name][start : start + len(main)], cast, err_msg=name)
             covered[name][start : start + len(main)] = True
     # All but the experts' correction biases, which are no parameters.
-    assert {name for name, part in covered.items() if not part.all()} == {name for name in weights if name.endswith("expert_bias")}
+    assert {name for name, part in covered.items() if not part.all()} == {
+        name for name in weights if name.endswith("expert_bias")
+    }
     assert all(np.array_equal(weights[name], other_weights[name]) for name in weights)
 
 
@@ -68,7 +72,9 @@ def test_the_first_refit_after_a_step_brings_the_main_parameters_cast_down(
             box_view(whole, piece.box).copy_(box_view(mains[slot], piece.local))
     expected = fill(family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, dtype), canonical)
     assert live.keys() == {str(slot) for slot in expected}
-    assert [str(slot) for slot, tensor in expected.items() if not np.array_equal(live[str(slot)], tensor.float().numpy())] == []
+    assert [
+        str(slot) for slot, tensor in expected.items() if not np.array_equal(live[str(slot)], tensor.float().numpy())
+    ] == []
 
 
 def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folder: Path):
@@ -81,7 +87,9 @@ def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folde
     }
     layout = "tp2 sp dp2 ep2"
     config = policy_ranks.run_config(folder, layout)
-    results = ranks.run(policy_ranks.settle_with_flipped_bytes, config, list(slots), world_size=policy_ranks.world_size(layout))
+    results = ranks.run(
+        policy_ranks.settle_with_flipped_bytes, config, list(slots), world_size=policy_ranks.world_size(layout)
+    )
     for messages in results:
         assert messages == results[0]
         for (slot, copies), message in zip(slots.items(), messages, strict=True):
@@ -97,7 +105,9 @@ def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool
 
 
 def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path):
-    (message,) = ranks.run(policy_ranks.settle_with_unknown_buffer, policy_ranks.run_config(folder, "one"), world_size=1)
+    (message,) = ranks.run(
+        policy_ranks.settle_with_unknown_buffer, policy_ranks.run_config(folder, "one"), world_size=1
+    )
     assert "conversion table lacks: scale" in message
 
 

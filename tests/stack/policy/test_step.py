@@ -45,13 +45,18 @@ def test_one_rank_of_each_row_tells_its_tokens_once(ranks: RankPool, folder: Pat
     """Sequence 3 is not valid; the old logprobs and the entropies are those of transformers."""
     config, wanted = policy_ranks.run_config(folder, layout), [0, 3, 15]
     answers = ranks.run(policy_ranks.sampled_tokens, config, wanted, world_size=policy_ranks.world_size(layout))
-    assert sorted(index for first, _ in answers for index in first) == wanted and not any(second for _, second in answers)
+    assert sorted(index for first, _ in answers for index in first) == wanted and not any(
+        second for _, second in answers
+    )
     model = models.nemotron_h()
     for index, sample in ((index, sample) for first, _ in answers for index, sample in first.items()):
         _, rollout, advantage, is_valid = policy_ranks.rollouts()[index]
         prompt, length = rollout.request.token_ids, len(rollout.token_ids)
         assert sample.token_ids == [*prompt, *rollout.token_ids.tolist()]
-        assert sample.is_generated == [0] * len(prompt) + [1] * length and sample.loss_mask[-length:] == [int(is_valid)] * length
+        assert (
+            sample.is_generated == [0] * len(prompt) + [1] * length
+            and sample.loss_mask[-length:] == [int(is_valid)] * length
+        )
         assert sample.generator_logprobs[-length:] == rollout.generator_logprobs.tolist()
         np.testing.assert_allclose(sample.advantages[-length:], [advantage * is_valid] * length, rtol=1e-6)
         with torch.no_grad():
@@ -77,7 +82,9 @@ def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[flo
             with torch.no_grad():
                 reference_logprobs = sequence_logprobs(reference, rollout)
             old = torch.from_numpy(policy_ranks.old_logprobs(rollout.token_ids, rollout.generator_logprobs))
-            for new, before, frozen, generated in zip(logprobs, old, reference_logprobs, rollout.generator_logprobs, strict=True):
+            for new, before, frozen, generated in zip(
+                logprobs, old, reference_logprobs, rollout.generator_logprobs, strict=True
+            ):
                 ratio = torch.exp(new - before)
                 surrogate, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
                 num_clipped += bool(clipped < surrogate)
@@ -104,7 +111,8 @@ def relative_error(value: np.ndarray, expected: np.ndarray) -> float:
 
 def test_updates_of_a_step_share_old_logprobs_and_learning_rate(ranks: RankPool, folder: Path):
     decay = [
-        f"policy.megatron_cfg.{item}" for item in ("optimizer.min_lr=1e-4", "scheduler.lr_decay_style=linear", "scheduler.lr_decay_iters=2")
+        f"policy.megatron_cfg.{item}"
+        for item in ("optimizer.min_lr=1e-4", "scheduler.lr_decay_style=linear", "scheduler.lr_decay_iters=2")
     ]
     ((before, kept, (first, second), (next_step,)),) = ranks.run(
         policy_ranks.two_updates_of_a_step, policy_ranks.run_config(folder, "one", *decay), world_size=1
@@ -119,15 +127,22 @@ def test_updates_of_a_step_share_old_logprobs_and_learning_rate(ranks: RankPool,
 def test_reinforce_plus_plus_is_normalised_over_all_updates_of_a_step(ranks: RankPool, folder: Path):
     config = policy_ranks.run_config(folder, "one", "grpo.adv_estimator.name=reinforce_plus_plus")
     ((_, _, updates, _),) = ranks.run(policy_ranks.two_updates_of_a_step, config, world_size=1)
-    means, counts = ([update[f"train/{name}"] for update in updates] for name in ("advantages/mean", "num_valid_tokens"))
+    means, counts = (
+        [update[f"train/{name}"] for update in updates] for name in ("advantages/mean", "num_valid_tokens")
+    )
     assert min(map(abs, means)) > 1e-3
-    assert sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts) == pytest.approx(0.0, abs=1e-6)
+    assert sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts) == pytest.approx(
+        0.0, abs=1e-6
+    )
 
 
 def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
     layout = "pp2 dp2 ep2"
     results = ranks.run(
-        policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, layout), 2, world_size=policy_ranks.world_size(layout)
+        policy_ranks.metrics_of_steps,
+        policy_ranks.run_config(folder, layout),
+        2,
+        world_size=policy_ranks.world_size(layout),
     )
     assert all(result == results[0] for result in results)
     first = results[0][0]
@@ -146,7 +161,9 @@ def test_all_ranks_return_the_same_metrics(ranks: RankPool, folder: Path):
 
 def test_any_packing_gives_the_same_step(ranks: RankPool, folder: Path):
     algorithms = ["", "balanced", *PACKERS]
-    by_algorithm, _ = ranks.run(policy_ranks.first_step_of_plans, policy_ranks.run_config(folder, "dp2"), algorithms, world_size=2)
+    by_algorithm, _ = ranks.run(
+        policy_ranks.first_step_of_plans, policy_ranks.run_config(folder, "dp2"), algorithms, world_size=2
+    )
     unpacked = by_algorithm.pop("")
     for algorithm, metrics in by_algorithm.items():
         for name in ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "approx_entropy"):
@@ -170,12 +187,17 @@ def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: Ra
 def test_a_run_that_has_skipped_all_updates_is_saved(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "dp2", "policy.not_finite_steps=skip")
     assert ranks.run(finite_ranks.saved_after_skipping, config, tmp_path, world_size=2) == [(1, 0)] * 2
-    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()) for name in ("first", "second")]
+    sizes = [
+        sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
+        for name in ("first", "second")
+    ]
     assert sizes[1] > 2 * sizes[0]  # with the optimizer's state
 
 
 def test_a_step_that_is_not_finite_may_be_skipped_and_its_tensors_are_there(ranks: RankPool, folder: Path):
-    config = policy_ranks.run_config(folder, "dp2", "policy.megatron_cfg.moe_router_bias_update_rate=0.01", "policy.not_finite_steps=skip")
+    config = policy_ranks.run_config(
+        folder, "dp2", "policy.megatron_cfg.moe_router_bias_update_rate=0.01", "policy.not_finite_steps=skip"
+    )
     results = ranks.run(finite_ranks.skipped_step, config, world_size=2)
     for metrics, is_unchanged, _, clean_step in results:
         assert metrics["train/num_skipped_updates"] == 1 and not np.isfinite(metrics["train/loss"]) and is_unchanged

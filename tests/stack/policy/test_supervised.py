@@ -40,7 +40,9 @@ def dpo(model: torch.nn.Module, examples: list[Example]) -> torch.Tensor:
         with torch.no_grad():
             before = [logprobs_of(reference, sequence).sum() for sequence in example.sequences]
         margin = (sums[0] - before[0]) - (sums[1] - before[1])
-        losses.append(torch.log1p(torch.exp(-0.3 * margin)) - 0.1 * sums[0] / len(logprobs_of(reference, example.sequences[0])))
+        losses.append(
+            torch.log1p(torch.exp(-0.3 * margin)) - 0.1 * sums[0] / len(logprobs_of(reference, example.sequences[0]))
+        )
     return torch.stack(losses).mean()
 
 
@@ -63,7 +65,14 @@ def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[flo
     return plain_steps(model, lambda: loss_of(model, examples), NUM_STEPS)
 
 
-def check(ranks: RankPool, config: RunConfig, layout: str, examples: list[Example], losses: list[float], grad_norms: list[float]) -> None:
+def check(
+    ranks: RankPool,
+    config: RunConfig,
+    layout: str,
+    examples: list[Example],
+    losses: list[float],
+    grad_norms: list[float],
+) -> None:
     """Steps in a layout have these losses and gradient norms, and the evaluation before them the first loss."""
     size = policy_ranks.world_size(layout)
     results = ranks.run(supervised_ranks.evaluation_and_steps, config, examples, NUM_STEPS, world_size=size)
@@ -76,7 +85,13 @@ def check(ranks: RankPool, config: RunConfig, layout: str, examples: list[Exampl
 
 def sft_case(ranks: RankPool, folder: Path, layout: str) -> None:
     examples = supervised_ranks.examples(1)
-    check(ranks, supervised_ranks.run_config(folder, "sft", layout), layout, examples, *transformers_steps(mean_nll, examples))
+    check(
+        ranks,
+        supervised_ranks.run_config(folder, "sft", layout),
+        layout,
+        examples,
+        *transformers_steps(mean_nll, examples),
+    )
 
 
 def dpo_case(ranks: RankPool, folder: Path, layout: str) -> None:
@@ -96,7 +111,9 @@ CASES = {"sft": sft_case, "dpo": dpo_case, "rm": rm_case}
 
 
 # Between them, every way of cutting a batch, a row and a model.
-@pytest.mark.parametrize(("algorithm", "layout"), [("sft", "tp2 sp dp2 ep2"), ("dpo", "cp2 ep2"), ("rm", "pp2 dp2 ep2")])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"), [("sft", "tp2 sp dp2 ep2"), ("dpo", "cp2 ep2"), ("rm", "pp2 dp2 ep2")]
+)
 def test_three_steps_equal_transformers(ranks: RankPool, folder: Path, algorithm: str, layout: str):
     CASES[algorithm](ranks, folder, layout)
 

@@ -41,7 +41,9 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_rows_that_are_no_whole_group_give_what_one_rank_gives(ranks: RankPool, folder: Path):
-    ((logprobs, metrics),) = ranks.run(policy_ranks.step_on_rows, policy_ranks.run_config(folder, OTHER), 3, world_size=1)
+    ((logprobs, metrics),) = ranks.run(
+        policy_ranks.step_on_rows, policy_ranks.run_config(folder, OTHER), 3, world_size=1
+    )
     (none, _), (parallel_logprobs, parallel_metrics) = ranks.run(
         policy_ranks.step_on_rows, policy_ranks.run_config(folder, SAVED), 3, world_size=2
     )
@@ -97,19 +99,25 @@ def test_a_refit_brings_the_weights_of_one_rank(ranks: RankPool, folder: Path):
 
 def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool, folder: Path):
     config = policy_ranks.run_config(folder, SAVED)
-    for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight (chunk 1)"], world_size=2):
+    for (message,) in ranks.run(
+        policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight (chunk 1)"], world_size=2
+    ):
         assert "copies of weights differ between ranks (1)" in message and "ranks [0] / [1]" in message
 
 
 @pytest.mark.long("parity")
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize(("world_size", "megatron"), [(4, {}), (8, TP2_SP | EP2)], ids=["pp4 vpp2", "tp2 sp pp4 vpp2 ep2"])
+@pytest.mark.parametrize(
+    ("world_size", "megatron"), [(4, {}), (8, TP2_SP | EP2)], ids=["pp4 vpp2", "tp2 sp pp4 vpp2 ep2"]
+)
 def test_four_stages_give_the_loss_and_gradients_of_one_rank(
     ranks: RankPool, tmp_path: Path, world_size: int, megatron: dict[str, object], is_recomputed: bool
 ):
     folder = models.save_model(tmp_path, "qwen3_moe", pad_token_id=None, num_hidden_layers=8)
     loss, grads = gradients_of(ranks, folder, 1, {})
-    stages = dict(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, activation_checkpointing=is_recomputed)
+    stages = dict(
+        pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, activation_checkpointing=is_recomputed
+    )
     parallel_loss, parallel_grads = gradients_of(ranks, folder, world_size, megatron | stages)
     assert parallel_loss == pytest.approx(loss, rel=1e-6)
     assert_close(parallel_grads, grads, 1e-5)
@@ -118,4 +126,6 @@ def test_four_stages_give_the_loss_and_gradients_of_one_rank(
 def assert_same_steps(metrics: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert [step.keys() for step in metrics] == [step.keys() for step in expected]
     for name in expected[0]:
-        np.testing.assert_allclose([step[name] for step in metrics], [step[name] for step in expected], atol=1e-6, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            [step[name] for step in metrics], [step[name] for step in expected], atol=1e-6, rtol=1e-5, err_msg=name
+        )

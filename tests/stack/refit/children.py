@@ -116,7 +116,9 @@ def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
         tensors[slot] = torch.zeros(slot_layout.shape, dtype=torch_dtype(slot_layout.dtype))
         for piece in slot_layout.pieces:
             local = box_view(tensors[slot], piece.local)
-            local.copy_(converted(box_view(canonical[piece.name], piece.box), piece.transform, local.dtype).view(local.shape))
+            local.copy_(
+                converted(box_view(canonical[piece.name], piece.box), piece.transform, local.dtype).view(local.shape)
+            )
     return tensors
 
 
@@ -124,7 +126,9 @@ def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
 
 
 def open_store(state: State) -> None:
-    state.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+    state.store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S)
+    )
 
 
 def count_group(state: State) -> tuple[int, int]:
@@ -214,7 +218,10 @@ def bump_arena(state: State) -> None:
 
 
 def build_engine(state: State, layout: Layout) -> None:
-    state.live = {slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).fill_(float("nan")) for slot, item in layout.items()}
+    state.live = {
+        slot: torch.empty(item.shape, dtype=torch_dtype(item.dtype)).fill_(float("nan"))
+        for slot, item in layout.items()
+    }
 
 
 def prepare_pull(state: State, schedule: Schedule, worker: int, handles: GpuHandles) -> None:

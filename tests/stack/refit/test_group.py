@@ -46,7 +46,9 @@ def send(state: State, peers: list[int]) -> None:
 
 def receive(state: State) -> list[int]:
     buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    state.group.run([], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + HANG_S)
+    state.group.run(
+        [], [Incoming(0, buffer)], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + HANG_S
+    )
     return buffer.unique().tolist()
 
 

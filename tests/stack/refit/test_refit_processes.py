@@ -48,10 +48,16 @@ class Models:
 
     def trainers(self, dtype: str) -> dict[int, Layout]:
         coords = [PARALLEL.coords_of(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
-        return {rank: family(self.hf_config).megatron_layout(self.hf_config, PARALLEL, coords[rank], dtype) for rank in range(WORLD_SIZE)}
+        return {
+            rank: family(self.hf_config).megatron_layout(self.hf_config, PARALLEL, coords[rank], dtype)
+            for rank in range(WORLD_SIZE)
+        }
 
     def engines(self, tp: int, dtype: str) -> dict[int, Layout]:
-        return {worker: family(self.hf_config).vllm_layout(self.hf_config, VllmParallel(tp=tp), worker, dtype) for worker in range(tp)}
+        return {
+            worker: family(self.hf_config).vllm_layout(self.hf_config, VllmParallel(tp=tp), worker, dtype)
+            for worker in range(tp)
+        }
 
 
 @dataclass
@@ -108,7 +114,12 @@ class Refit:
 
     def assert_equals(self, canonical: dict[str, Tensor]) -> None:
         """Every live byte is what the engine's layout makes of the checkpoint, as the trainer's dtypes round it."""
-        dtypes = {piece.name: item.dtype for layout in self.sources.values() for item in layout.values() for piece in item.pieces}
+        dtypes = {
+            piece.name: item.dtype
+            for layout in self.sources.values()
+            for item in layout.values()
+            for piece in item.pieces
+        }
         rounded = {name: canonical[name].to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
         for target, worker in enumerate(self.workers):
             live = worker.call(children.live)
@@ -163,7 +174,8 @@ def prepare(
 ) -> Refit:
     """Engines of `tp` workers on GPUs from `first_gpu`, or as `gpu_of` says, refitted from checkpoint 0.
 
-    From WORLD_SIZE on they are dedicated engines. GPUs are nodes of their own, which exchange what GPUs of one node read from each other.
+    From WORLD_SIZE on they are dedicated engines. GPUs are nodes of their own, which exchange what GPUs of one node
+    read from each other.
     """
     sources, engine = models.trainers(dtypes[0]), models.engines(tp, dtypes[1])
     targets = {worker: engine[worker % tp] for worker in gpu_of or range(tp * num_engines)}
@@ -207,8 +219,8 @@ def prepare(
         dict(tp=2, first_gpu=WORLD_SIZE, dtypes=("bfloat16", "float32")),
     ],
     ids=(
-        "tp1 tp2 two_engines_of_tp2 two_engines_one_gpu two_engines_two_gpus many_rounds many_rounds_to_four_engines bf16 "
-        "bf16_to_fp32 two_engines_on_one_node many_rounds_on_one_node "
+        "tp1 tp2 two_engines_of_tp2 two_engines_one_gpu two_engines_two_gpus many_rounds "
+        "many_rounds_to_four_engines bf16 bf16_to_fp32 two_engines_on_one_node many_rounds_on_one_node "
         "dedicated_tp1_on_one_node dedicated_two_engines_of_tp2 dedicated_tp2_bf16_to_fp32"
     ).split(),
 )
@@ -243,7 +255,9 @@ def test_a_byte_flipped_on_its_way_is_caught(processes, models):
 def test_a_weight_that_changes_after_its_checksum_is_caught(processes, models):
     refit = prepare(processes, models)
     refit.exchange_first()
-    pull = next(pull for pull in refit.schedule.pulls(0)[0] if pull.offset is None and pull.copy.target.name.endswith("mixer.D"))
+    pull = next(
+        pull for pull in refit.schedule.pulls(0)[0] if pull.offset is None and pull.copy.target.name.endswith("mixer.D")
+    )
     refit.trainers[0].call(children.set_weight, pull.holding.slot, 7.0)
     assert_one_mismatch(refit, pull.copy.target, pull.rank)
 
@@ -253,7 +267,10 @@ def assert_one_mismatch(refit: Refit, slot: Slot, source_rank: int) -> None:
     report = refit.workers[0].call(children.verify, 0)
     assert isinstance(report, VerifyReport)
     assert len(report.mismatches) == 1
-    assert report.mismatches[0].startswith(f"{slot} box") and f"source rank {source_rank} (pulled on GPU 0)" in report.mismatches[0]
+    assert (
+        report.mismatches[0].startswith(f"{slot} box")
+        and f"source rank {source_rank} (pulled on GPU 0)" in report.mismatches[0]
+    )
     with pytest.raises(RefitError, match=slot.name):
         refit.workers[0].call(children.finish)
 
@@ -266,7 +283,9 @@ def test_a_live_byte_damaged_after_the_pull_is_caught_in_every_slot(processes, m
         refit.workers[0].call(children.damage, slot, 0)
     report = refit.workers[0].call(children.verify, 0)
     assert isinstance(report, VerifyReport)
-    assert {line.removeprefix("padding of ").split(" box ")[0] for line in report.mismatches} == {str(slot) for slot in refit.targets[0]}
+    assert {line.removeprefix("padding of ").split(" box ")[0] for line in report.mismatches} == {
+        str(slot) for slot in refit.targets[0]
+    }
 
 
 def test_padding_garbage_is_caught(processes, models):
@@ -313,7 +332,9 @@ def test_a_wrong_byte_is_caught_in_every_round(processes, models):
         refit.trainers[1].call(children.flip_in_round, index, pull.offset)
         refit.run()
         refit.workers[0].call(children.finish)
-        with pytest.raises(RefitError, match=re.escape(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} ")):
+        with pytest.raises(
+            RefitError, match=re.escape(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} ")
+        ):
             refit.workers[1].call(children.finish)
     refit.refit()
     refit.assert_equals(models.checkpoints[0])
@@ -337,7 +358,9 @@ def errors_of(participants: list[Child]) -> list[str]:
         ("trainers", children.signal_in_exchange, "policy rank 1 has not exchanged round 2 of its GPU in time"),
     ],
 )
-def test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave(processes, models, kind, signal_in, reason):
+def test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave(
+    processes, models, kind, signal_in, reason
+):
     refit = prepare(processes, models, tp=2, buffer_bytes=32 << 10)
     victim = getattr(refit, kind)[1]
     victim.call(signal_in, 1, signal.SIGSTOP)
@@ -376,7 +399,9 @@ def test_after_a_death_the_others_leave_when_they_are_told_and_the_next_attempt_
 
 def test_a_missing_box_is_caught(processes, models):
     refit = prepare(processes, models)
-    incomplete = drop_copies(refit.schedule, lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias"))
+    incomplete = drop_copies(
+        refit.schedule, lambda copy: copy.target.name.endswith("1.mixer.gate.e_score_correction_bias")
+    )
     with pytest.raises(RefitError, match="e_score_correction_bias"):
         refit.workers[0].call(children.prepare_pull, incomplete, 0, refit.handles[0])
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # Before anything imports vLLM.
 os.environ.update(engine_environment(has_gpu=False))
 
-# torch may have been imported already, and then does not look at OMP_NUM_THREADS any more. vLLM forbids this call later.
+# torch may have been imported already, and then does not look at OMP_NUM_THREADS any more. vLLM forbids this call
+# later.
 torch.set_num_threads(1)
 
 

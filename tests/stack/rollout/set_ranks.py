@@ -20,7 +20,8 @@ from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
 # Groups that have one member in every engine of ours.
 SINGLE_GROUPS = ("_PCP", "_DCP")
 
-# Eight workers can cut these heads and groups. Two key heads, so that workers share one; ten experts, which eight do not divide.
+# Eight workers can cut these heads and groups. Two key heads, so that workers share one; ten experts, which eight do
+# not divide.
 HEADS: dict[str, object] = dict(num_attention_heads=8, num_key_value_heads=2)
 HYBRID = HEADS | dict(hybrid_override_pattern="ME*-", num_hidden_layers=4, n_groups=8)
 TWO_LAYERS = HEADS | dict(num_hidden_layers=2)
@@ -40,13 +41,17 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "glm4_moe": ("glm4_moe", TWO_LAYERS | dict(n_routed_experts=10)),
 }
 # Three stages do not divide them; vLLM wants an attention or Mamba layer on each, and experts if the model has some.
-MORE_LAYERS: dict[str, dict[str, object]] = {"nemotron_h": dict(hybrid_override_pattern="ME*-ME*E", num_hidden_layers=8)}
+MORE_LAYERS: dict[str, dict[str, object]] = {
+    "nemotron_h": dict(hybrid_override_pattern="ME*-ME*E", num_hidden_layers=8)
+}
 WITH_EXPERTS = ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe")
 
 
 def layouts(model_type: str) -> list[VllmParallel]:
     """Layouts of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
-    experts = [VllmParallel(tp=tp, ep=ep) for tp, ep in ((2, 2), (4, 4), (8, 8), (1, 2), (2, 4)) if model_type in WITH_EXPERTS]
+    experts = [
+        VllmParallel(tp=tp, ep=ep) for tp, ep in ((2, 2), (4, 4), (8, 8), (1, 2), (2, 4)) if model_type in WITH_EXPERTS
+    ]
     return [VllmParallel(tp=size) for size in (1, 2, 4, 8)] + experts
 
 
@@ -76,7 +81,9 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
         pipeline_parallel_size=parallel.pp,
         expert_parallel_size=parallel.ep,
     )
-    config = engine_arguments(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0).create_engine_config()
+    config = engine_arguments(
+        str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0
+    ).create_engine_config()
     config.parallel_config.data_parallel_rank = worker // parallel.tp if parallel.num_groups > 1 else 0
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
     with (
@@ -99,7 +106,9 @@ def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[
     for slot in live.keys() & expected.keys():
         ours, theirs = expected[slot], live[slot].detach()
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            found.append(f"{slot}: {tuple(ours.shape)} {ours.dtype} in the table, {tuple(theirs.shape)} {theirs.dtype} in vLLM")
+            found.append(
+                f"{slot}: {tuple(ours.shape)} {ours.dtype} in the table, {tuple(theirs.shape)} {theirs.dtype} in vLLM"
+            )
         elif not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
             found.append(f"{slot}: other bytes")
     return sorted(found)
@@ -125,7 +134,9 @@ def set_ranks(parallel: VllmParallel, worker: int) -> Iterator[None]:
             patch.setattr(parallel_state, name, _group(*place))
         # Layers with experts of several groups ask it for its size only.
         patch.setattr(
-            parallel_state._EP, "device_communicator", SimpleNamespace(all2all_manager=SimpleNamespace(world_size=groups["_EP"][1]))
+            parallel_state._EP,
+            "device_communicator",
+            SimpleNamespace(all2all_manager=SimpleNamespace(world_size=groups["_EP"][1])),
         )
         yield
 

@@ -55,7 +55,9 @@ def refitted(engine: Engine, checkpoint: Callable[[int], Path]) -> dict[str, Rol
     return refitted_under_way(engine, checkpoint)
 
 
-def test_a_refit_takes_in_what_is_under_way(engine: Engine, plain: dict[str, Rollout], refitted: dict[str, Rollout]) -> None:
+def test_a_refit_takes_in_what_is_under_way(
+    engine: Engine, plain: dict[str, Rollout], refitted: dict[str, Rollout]
+) -> None:
     assert type(core_of(engine).scheduler).__name__ == "AsyncScheduler" and core_of(engine).batch_queue_size == 2
     assert differences(plain, refitted) == []
     versions = {key: (rollout.weight_version, rollout.num_weight_versions) for key, rollout in refitted.items()}
@@ -74,7 +76,8 @@ def test_an_abort_drops_what_has_ended_unseen(engine: Engine, refitted: object) 
     engine.add(requests)
     assert [engine.step() for _ in range(STEPS)] == [[]] * STEPS and core_of(engine).batch_queue
     engine.abort([requests[1].request_id])
-    # All have drawn their last token; the next step gives what was not aborted, though vLLM has nothing left to compute.
+    # All have drawn their last token; the next step gives what was not aborted, though vLLM has nothing left to
+    # compute.
     assert not core_of(engine).batch_queue and engine.num_unfinished == 2
     kept = run(engine, [])
     assert differences({one.request_id: whole[one.request_id] for one in (requests[0], requests[2])}, kept) == []

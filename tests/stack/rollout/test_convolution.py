@@ -29,7 +29,12 @@ def test_the_bits_are_those_of_vllm(dtype: torch.dtype) -> None:
         for slot, has in zip(slots.tolist(), has_state.tolist(), strict=True):
             if not has and slot >= 0:
                 expected_states[slot] = found_states[slot] = torch.nan
-        arguments = {"activation": "silu", "has_initial_state": has_state, "cache_indices": slots, "query_start_loc": starts}
+        arguments = {
+            "activation": "silu",
+            "has_initial_state": has_state,
+            "cache_indices": slots,
+            "query_start_loc": starts,
+        }
         expected = causal_conv1d_fn_cpu(x, weight, bias, conv_states=expected_states, pad_slot_id=-1, **arguments)
         found = _causal_conv1d(x, weight, bias, conv_states=found_states, **arguments)
         for (start, stop), slot in zip(starts.unfold(0, 2, 1).tolist(), slots.tolist(), strict=True):

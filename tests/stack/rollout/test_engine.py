@@ -143,7 +143,9 @@ def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alo
     early = [rollout for _ in range(5) for rollout in engine.step()]
     engine.set_weight_version(1)
     late = run(engine, [])
-    assert early == [] and {(rollout.weight_version, rollout.num_weight_versions) for rollout in late.values()} == {(0, 2)}
+    assert early == [] and {(rollout.weight_version, rollout.num_weight_versions) for rollout in late.values()} == {
+        (0, 2)
+    }
     assert differences(alone, late) == []
 
 
@@ -152,7 +154,10 @@ def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
     (first,) = run(engine, [first_request]).values()
     observed = np.array([65, 66], np.int32)
     earlier = Transcript(
-        np.concatenate([first.token_ids, observed]), np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]), first.turns, 1
+        np.concatenate([first.token_ids, observed]),
+        np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]),
+        first.turns,
+        1,
     )
     second_request = replace(first_request, earlier=earlier)
     (rollout,) = run(engine, [second_request]).values()
@@ -162,7 +167,10 @@ def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
     assert second_request.turn_seed != first_request.seed
     assert rollout.request == first_request
     assert rollout.token_ids.tolist() == [*earlier.token_ids.tolist(), *alone.token_ids.tolist()]
-    assert rollout.generator_logprobs.tobytes() == np.concatenate([earlier.generator_logprobs, alone.generator_logprobs]).tobytes()
+    assert (
+        rollout.generator_logprobs.tobytes()
+        == np.concatenate([earlier.generator_logprobs, alone.generator_logprobs]).tobytes()
+    )
     assert [(turn.start, turn.stop) for turn in rollout.turns] == [(0, 5), (7, 12)]
     assert rollout.num_weight_versions == 1
 
@@ -211,7 +219,9 @@ def test_running_requests_may_keep_what_they_have_cached(
     assert differences(alone, rollouts) == [] and not preempted
 
 
-def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(start_engine: StartEngine, tmp_path: Path) -> None:
+def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(
+    start_engine: StartEngine, tmp_path: Path
+) -> None:
     byte_tokenizer(4096).save_pretrained(tmp_path)
     reserved = 262  # <|reserved_0|>; the two tokens from 262 on are no text
     engine = start_engine(0, tokenizer=tmp_path, num_tokens=reserved)
@@ -219,7 +229,9 @@ def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(start_eng
     free = [rollout.token_ids.tolist() for rollout in run(engine, REQUESTS).values()]
     assert max(max(ids) for ids in free) < reserved
     # The likeliest special token that is drawn, and where a rollout first has it.
-    stop, rollout_index = next((token_id, index) for index, ids in enumerate(free) for token_id in ids if token_id >= 256)
+    stop, rollout_index = next(
+        (token_id, index) for index, ids in enumerate(free) for token_id in ids if token_id >= 256
+    )
     text = str(byte_tokenizer(4096).decode([stop]))
     one = REQUESTS[rollout_index]
     stopped = run(engine, [replace(one, sampling=replace(one.sampling, stop_strings=(text,)))])[one.request_id]
@@ -228,7 +240,11 @@ def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(start_eng
     # The distribution is that of transformers over the tokens that are left.
     prompt, drawn = list(one.token_ids), free[rollout_index]
     with torch.inference_mode():
-        logits = models.nemotron_h(0)(input_ids=torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1, :reserved].float()
+        logits = (
+            models.nemotron_h(0)(input_ids=torch.tensor([[*prompt, *drawn]]))
+            .logits[0, len(prompt) - 1 : -1, :reserved]
+            .float()
+        )
     expected = logits.log_softmax(dim=-1)[range(len(drawn)), drawn].numpy()
     np.testing.assert_allclose(run(engine, [one])[one.request_id].generator_logprobs, expected, atol=1e-4)
 
@@ -240,6 +256,8 @@ def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
         engine.set_weight_version(0)
         oracle = models.nemotron_h(seed)
         for rollout in run(engine, random_requests(32, lengths=(3, 120), max_new_tokens=24, seed=seed)).values():
-            parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
+            parity.add(
+                rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist())
+            )
     print(parity)
     parity.check(min_tokens=2000)

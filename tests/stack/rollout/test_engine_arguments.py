@@ -18,7 +18,9 @@ from mrl.config.schema.generation import GenerationConfig, VllmConfig
 
 
 def config(**vllm_kwargs: object) -> GenerationConfig:
-    vllm_cfg = VllmConfig(precision="float32", enforce_eager=True, tensor_parallel_size=2, expert_parallel_size=2, max_model_len=256)
+    vllm_cfg = VllmConfig(
+        precision="float32", enforce_eager=True, tensor_parallel_size=2, expert_parallel_size=2, max_model_len=256
+    )
     return GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg, vllm_kwargs=vllm_kwargs)
 
 
@@ -50,7 +52,9 @@ def test_vllm_finds_the_class_of_a_model_that_names_none(checkpoint: Callable[[i
     assert made.model_config.architecture == class_name
 
 
-def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):
+def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(
+    checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+):
     """Covers the arguments of a GPU host, with vLLM's own configuration, which is made alike everywhere."""
     from vllm.platforms import current_platform
 
@@ -104,16 +108,24 @@ def test_the_prefix_cache_is_as_configured(checkpoint: Callable[[int], Path], ca
 def test_further_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
     from mrl.rollout.engine_arguments import engine_arguments
 
-    wanted = {"mamba_ssm_cache_dtype": "float32", "compilation_config": {"backend": "eager"}, "scheduling_policy": "priority"}
+    wanted = {
+        "mamba_ssm_cache_dtype": "float32",
+        "compilation_config": {"backend": "eager"},
+        "scheduling_policy": "priority",
+    }
     made = engine_arguments(str(checkpoint(0)), config(**wanted), seed=0).create_engine_config()
     assert made.cache_config.mamba_ssm_cache_dtype == "float32"
     assert made.compilation_config.backend == "eager"
     assert made.scheduler_config.policy == "priority"
-    assert engine_arguments(str(checkpoint(0)), config(), seed=0).create_engine_config().scheduler_config.policy == "fcfs"
+    assert (
+        engine_arguments(str(checkpoint(0)), config(), seed=0).create_engine_config().scheduler_config.policy == "fcfs"
+    )
 
 
 def test_the_type_of_the_cache_reaches_vllm() -> None:
     from mrl.rollout.engine_arguments import engine_arguments
 
-    wanted = dataclasses.replace(config(), vllm_cfg=VllmConfig(precision="float32", kv_cache_dtype="bfloat16", max_model_len=256))
+    wanted = dataclasses.replace(
+        config(), vllm_cfg=VllmConfig(precision="float32", kv_cache_dtype="bfloat16", max_model_len=256)
+    )
     assert engine_arguments("model", wanted, seed=0).kv_cache_dtype == "bfloat16"

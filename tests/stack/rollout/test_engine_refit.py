@@ -72,7 +72,9 @@ def test_it_does_not_sample_during_a_refit(engine: Engine, trainer: Trainer) -> 
     engine.step()
 
 
-def test_a_changed_byte_is_named_and_stops_sampling(engine: Engine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte_is_named_and_stops_sampling(
+    engine: Engine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "model.layers.0.mixer.D"
     puller = engine.llm.model_executor.driver_worker.worker.puller
     pull = puller.pull

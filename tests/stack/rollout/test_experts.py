@@ -14,7 +14,9 @@ NUM_TOKENS, NUM_EXPERTS, NUM_CHOICES, HIDDEN, INNER = 70, 8, 3, 48, 40
 
 @pytest.mark.parametrize("is_gated", [True, False])
 # Global expert -> its index here; -1: on another rank.
-@pytest.mark.parametrize("here", [list(range(NUM_EXPERTS)), [-1, -1, 0, 1, 2, 3, -1, -1], [-1, -1, -1, -1, -1, 0, -1, -1]])
+@pytest.mark.parametrize(
+    "here", [list(range(NUM_EXPERTS)), [-1, -1, 0, 1, 2, 3, -1, -1], [-1, -1, -1, -1, -1, 0, -1, -1]]
+)
 def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int]):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -24,14 +26,17 @@ def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int])
     x, w2 = torch.randn(NUM_TOKENS, HIDDEN), torch.randn(NUM_EXPERTS, HIDDEN, INNER) / 6
     w1 = torch.randn(NUM_EXPERTS, (1 + is_gated) * INNER, HIDDEN) / 6
     # No token chooses expert 5.
-    weights, ids = torch.randn(NUM_TOKENS, NUM_EXPERTS).index_fill(1, torch.tensor([5]), -9.0).softmax(-1).topk(NUM_CHOICES)
+    weights, ids = (
+        torch.randn(NUM_TOKENS, NUM_EXPERTS).index_fill(1, torch.tensor([5]), -9.0).softmax(-1).topk(NUM_CHOICES)
+    )
     is_here = torch.tensor([index >= 0 for index in here])
 
     def run(rows: slice) -> torch.Tensor:
         output, none = torch.full_like(x[rows], float("nan")), torch.empty(0)
         PlainExperts.apply(
             cast(PlainExperts, None), output, x[rows], w1[is_here], w2[is_here], weights[rows], ids[rows].int(),
-            MoEActivation.SILU if is_gated else MoEActivation.RELU2_NO_MUL, NUM_EXPERTS, torch.tensor(here), None, None, none, none, None,
+            MoEActivation.SILU if is_gated else MoEActivation.RELU2_NO_MUL, NUM_EXPERTS, torch.tensor(here), None, None,
+            none, none, None,
             apply_router_weight_on_input=False,
         )  # fmt: skip
         return output

@@ -63,7 +63,9 @@ def running(engine: Engine) -> Running:
     return running
 
 
-def test_ids_trained_are_ids_sampled_once_each(engine: Engine, running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+def test_ids_trained_are_ids_sampled_once_each(
+    engine: Engine, running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch
+):
     """Two agents at once, each with a conversation, a retry, a sub-agent and a forced answer."""
     drawn, answer = Counter[Drawn](), engine.callers.answer
 
@@ -75,7 +77,9 @@ def test_ids_trained_are_ids_sampled_once_each(engine: Engine, running: Running,
 
     monkeypatch.setattr(engine.callers, "answer", noted)
     prompts = [Prompt(name, (104, 105), f"{name}+30=", "42", "busy") for name in ("12", "13")]
-    tasks = [AgentTask(prompt, 0, 0, seed=index, sampling=SAMPLING, weight_version=0) for index, prompt in enumerate(prompts)]
+    tasks = [
+        AgentTask(prompt, 0, 0, seed=index, sampling=SAMPLING, weight_version=0) for index, prompt in enumerate(prompts)
+    ]
     found = stepped(engine, [asyncio.run_coroutine_threadsafe(runner.run(task), running.loop) for task in tasks])
     trained = Counter(turn for ran in found for rollout in ran.rollouts for turn in turns(rollout))
     assert drawn.total() == 2 * 5 and trained.total() == 2 * 4 and trained <= drawn

@@ -17,7 +17,13 @@ from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
 
 YARN: dict[str, object] = dict(
-    rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64, truncate=True, beta_fast=32, beta_slow=1
+    rope_type="yarn",
+    rope_theta=1e6,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    truncate=True,
+    beta_fast=32,
+    beta_slow=1,
 )
 SCALINGS: dict[str, dict[str, object]] = {
     "as NeMo RL's recipes": YARN | dict(mscale=1, mscale_all_dim=0),
@@ -71,5 +77,8 @@ def test_vllm_s_logprobs(start_engine: StartEngine, folder: Path, transformers_m
     engine.set_weight_version(0)
     parity = Parity()
     for rollout in run(engine, random_requests(16, max_new_tokens=40)).values():
-        parity.add(rollout.generator_logprobs, hf_scores(transformers_model, rollout.request.token_ids, rollout.token_ids.tolist()))
+        parity.add(
+            rollout.generator_logprobs,
+            hf_scores(transformers_model, rollout.request.token_ids, rollout.token_ids.tolist()),
+        )
     parity.check(min_tokens=300)

@@ -30,7 +30,10 @@ TIMEOUT_S = HANG_S
 Answer = TypeVar("Answer")
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    },
 }
 
 
@@ -107,22 +110,34 @@ def test_others_change_nothing(engine: Engine, client: openai.OpenAI):
     """Rollouts and answers have the bits that they have alone, whoever else is sampled, and however."""
     asked = random_requests(6)
     alone = run(engine, asked)
-    calls = [lambda i=i: completion(client, [40 + i] * 9, seed=i, max_tokens=12, top_p=0.5 + 0.1 * i, temperature=0.7) for i in range(4)]
+    calls = [
+        lambda i=i: completion(client, [40 + i] * 9, seed=i, max_tokens=12, top_p=0.5 + 0.1 * i, temperature=0.7)
+        for i in range(4)
+    ]
     one_by_one = [served(engine, call)[0] for call in calls]
     engine.add(asked)
     beside: dict[str, Rollout] = {}
     together = served(engine, *calls, beside=beside)
     beside |= run(engine, [])
     assert differences(alone, beside) == []
-    assert [answer.choices[0].model_dump() for answer in together] == [answer.choices[0].model_dump() for answer in one_by_one]
+    assert [answer.choices[0].model_dump() for answer in together] == [
+        answer.choices[0].model_dump() for answer in one_by_one
+    ]
 
 
 def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
-    said = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"
+    parameters = "<parameter=a>\n2\n</parameter>\n<parameter=b>\n3\n</parameter>"
+    said = f"<tool_call>\n<function=add>\n{parameters}\n</function>\n</tool_call>"
     messages = [{"role": "user", "content": "2+3"}]
     (answer,) = served(
         engine,
-        lambda: chat(client, messages, tools=[TOOL], extra_body={"structured_outputs": {"choice": [said]}}, max_completion_tokens=200),
+        lambda: chat(
+            client,
+            messages,
+            tools=[TOOL],
+            extra_body={"structured_outputs": {"choice": [said]}},
+            max_completion_tokens=200,
+        ),
     )
     (choice,) = answer.choices
     (call,) = choice.message.tool_calls
@@ -143,10 +158,14 @@ def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: 
 
     policy = load_config("grpo_tiny.yaml", json.loads((folder / "overrides.json").read_text())).policy
     served_chat = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-    served_chat.chat_template = "{% for message in messages %}{{ message.content }}{{ mark }}{% endfor %}{{ strftime_now('%Y') }}"
+    served_chat.chat_template = (
+        "{% for message in messages %}{{ message.content }}{{ mark }}{% endfor %}{{ strftime_now('%Y') }}"
+    )
     policy.tokenizer.template_date = "2024-02-29"
     served_chat.default_chat_template_kwargs = {"mark": "!"}
-    url = start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None).removesuffix("/v1") + "/tokenize"
+    url = (
+        start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None).removesuffix("/v1") + "/tokenize"
+    )
     asked = {"messages": [{"role": "user", "content": "hi"}]}
     for values, expected in (({}, b"hi!2024"), ({"chat_template_kwargs": {"mark": "?"}}, b"hi?2024")):
         answer = httpx.post(url, json=asked | values, headers={"Authorization": f"Bearer {KEY}"})
@@ -166,7 +185,8 @@ def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, cli
     with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {KEY}"}) as plain:
         turns = plain.get("/sessions/s1").json()["turns"]
         tokens = plain.post(
-            base_url.removesuffix("/v1") + "/tokenize", json={"messages": messages, "required_prefix_token_ids": sampled}
+            base_url.removesuffix("/v1") + "/tokenize",
+            json={"messages": messages, "required_prefix_token_ids": sampled},
         ).json()["tokens"]
         assert plain.delete("/sessions/s1").json()["deleted"] and plain.get("/sessions/s1").status_code == 404
     assert tokens == second.prompt_token_ids
@@ -184,11 +204,20 @@ def test_a_record_says_tokens_and_what_a_grammar_chose(engine: Engine, client: o
     free, forced = served(
         engine,
         lambda: chat(client, messages, n=2, seed=1, max_completion_tokens=8, extra_body=recorded),
-        lambda: chat(client, messages, max_completion_tokens=8, extra_body=recorded | {"structured_outputs": {"choice": ["yes", "no"]}}),
+        lambda: chat(
+            client,
+            messages,
+            max_completion_tokens=8,
+            extra_body=recorded | {"structured_outputs": {"choice": ["yes", "no"]}},
+        ),
     )
     for answer, is_forced in ((free, False), (forced, True)):
         record = answer.record
-        assert (record["prompt_token_ids"], record["is_forced"], record["weight_version"]) == (answer.prompt_token_ids, is_forced, 0)
+        assert (record["prompt_token_ids"], record["is_forced"], record["weight_version"]) == (
+            answer.prompt_token_ids,
+            is_forced,
+            0,
+        )
         assert [one["token_ids"] for one in record["answers"]] == [choice.token_ids for choice in answer.choices]
     asked = dataclasses.replace(request(free.prompt_token_ids, max_new_tokens=8, stop_token_ids=(258,)), seed=1)
     (single,) = served(engine, lambda: chat(client, messages, seed=1, max_completion_tokens=8, extra_body=recorded))
@@ -198,7 +227,11 @@ def test_a_record_says_tokens_and_what_a_grammar_chose(engine: Engine, client: o
 
 def test_known_tokens_may_end_before_the_last_answer(engine: Engine, client: openai.OpenAI):
     """An answer that another model gave is tokenised behind those that are known."""
-    messages: list = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "a"}]
+    messages: list = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "a"},
+    ]
     messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     known = {"required_prefix_token_ids": [5, 6, 7], "required_prefix_messages": 2, "return_token_ids": True}
     (answer,) = served(engine, lambda: chat(client, messages, max_completion_tokens=2, extra_body=known))
@@ -217,14 +250,20 @@ def test_unknown_routes_are_openais_errors(client: openai.OpenAI):
     [
         ({"stream": True}, openai.BadRequestError, "not streamed"),
         ({"model": "other"}, openai.NotFoundError, "does not exist"),
-        ({"temperature": 0.5, "extra_headers": {"X-Session-ID": "s2"}}, openai.BadRequestError, "temperature=0.5: sessions are drawn"),
+        (
+            {"temperature": 0.5, "extra_headers": {"X-Session-ID": "s2"}},
+            openai.BadRequestError,
+            "temperature=0.5: sessions are drawn",
+        ),
         ({"n": 2, "extra_body": {"session_id": "s2"}}, openai.BadRequestError, "n=2: sessions"),
         ({"top_p": 7.0}, openai.BadRequestError, "top_p"),
         ({"extra_body": {"required_prefix_token_ids": ["a"]}}, openai.BadRequestError, "list of token ids"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, openai.BadRequestError, "context length"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenAI, changes: dict, error: type[Exception], words: str):
+def test_what_cannot_be_honoured_is_refused(
+    engine: Engine, client: openai.OpenAI, changes: dict, error: type[Exception], words: str
+):
     messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(error, match=words):
         served(engine, lambda: chat(client, messages, **{"max_completion_tokens": 4} | changes))
@@ -244,7 +283,14 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenA
         {"structured_outputs": {"grammar": "root ::= root"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "[[["}}},
         {"messages": [{"role": "user", "content": "half \ud800"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}],
+                }
+            ]
+        },
         {"bad_words": ["\ud800"]},
         {"n": 10**9},
         {"kv_transfer_params": {"prompt_token_ids": [10**9]}},
@@ -254,7 +300,9 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenA
 def test_a_request_that_nobody_can_answer_is_refused_and_ends_nothing(engine: Engine, base_url: str, asked: dict):
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3} | asked)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    (answer,) = served(engine, lambda: httpx.post(f"{base_url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S))
+    (answer,) = served(
+        engine, lambda: httpx.post(f"{base_url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S)
+    )
     assert answer.status_code == 400, answer.text
     assert not engine.callers.are_waiting
 
@@ -282,7 +330,12 @@ def test_every_field_of_a_wrong_type_is_named(engine: Engine, base_url: str):
         for value in ("x", 1.5, ["x"], {"a": 1}, "half \ud800")
     ]
     bodies += [
-        ("/v1/chat/completions", ChatCompletionRequest, "messages", {"messages": [{"role": role, "content": "a", part: value}]})
+        (
+            "/v1/chat/completions",
+            ChatCompletionRequest,
+            "messages",
+            {"messages": [{"role": role, "content": "a", part: value}]},
+        )
         for role in ("user", "assistant", "tool", "system")
         for part in parts
         for value in (1.5, ["x"], [{}], {"a": 1})
@@ -343,7 +396,9 @@ def test_nobody_gets_in_without_the_key(engine: Engine, base_url: str):
 
 def test_several_answers_and_models(engine: Engine, client: openai.OpenAI, folder: Path):
     assert [model.id for model in client.models.list()] == [str(folder / "model")]
-    (answer,) = served(engine, lambda: chat(client, [{"role": "user", "content": "hello"}], n=3, seed=5, max_completion_tokens=6))
+    (answer,) = served(
+        engine, lambda: chat(client, [{"role": "user", "content": "hello"}], n=3, seed=5, max_completion_tokens=6)
+    )
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 

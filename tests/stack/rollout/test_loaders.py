@@ -21,7 +21,9 @@ from tests.stack.rollout.set_ranks import CASES, MORE_LAYERS, differences, layou
 
 
 def test_every_family_that_generates_is_here() -> None:
-    assert {model_type for model_type, _ in CASES.values()} == {name for name, found in FAMILIES.items() if found.vllm_layers}
+    assert {model_type for model_type, _ in CASES.values()} == {
+        name for name, found in FAMILIES.items() if found.vllm_layers
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -29,7 +31,9 @@ def test_tables_are_what_the_loaders_do(case: str, tmp_path: Path) -> None:
     model_type, sizes = CASES[case]
     folder = models.save_model(tmp_path, model_type, 0, **sizes)
     weights = load_file(folder / "model.safetensors").values()
-    assert len({weight.numpy().tobytes() for weight in weights}) == len(weights), "equal tensors could be exchanged unseen"
+    assert len({weight.numpy().tobytes() for weight in weights}) == len(weights), (
+        "equal tensors could be exchanged unseen"
+    )
     for parallel in layouts(model_type):
         for worker in range(parallel.num_workers):
             assert disagreements(folder, parallel, worker) == [], (parallel, worker)
@@ -45,7 +49,9 @@ def test_tables_are_what_the_loaders_do_in_bfloat16_engines(model_type: str, tmp
 @pytest.mark.parametrize("case", [case for case in CASES if case in FAMILIES or case.endswith("tied")])
 def test_tables_are_what_the_loaders_do_on_every_stage(case: str, tmp_path: Path) -> None:
     model_type, sizes = CASES[case]
-    folder = models.save_model(tmp_path, model_type, 0, **sizes | MORE_LAYERS.get(model_type, dict(num_hidden_layers=5)))
+    folder = models.save_model(
+        tmp_path, model_type, 0, **sizes | MORE_LAYERS.get(model_type, dict(num_hidden_layers=5))
+    )
     for parallel in staged_layouts(model_type):
         for worker in range(parallel.num_workers):
             assert disagreements(folder, parallel, worker) == [], (parallel, worker)
@@ -75,5 +81,7 @@ def disagreements(
     hf_config = json.loads((folder / "config.json").read_text())
     tensors = load(folder, parallel, worker, precision=precision)
     live = tuple((slot.name, dtype_name(tensor.dtype)) for slot, tensor in tensors.items())
-    layout = family(hf_config).vllm_layout(hf_config, parallel, worker if table_of is None else table_of, precision, live)
+    layout = family(hf_config).vllm_layout(
+        hf_config, parallel, worker if table_of is None else table_of, precision, live
+    )
     return differences(tensors, read_layout(folder, layout))

@@ -53,7 +53,9 @@ class Sequence:
     def generated(self) -> Scores:
         """The scores of the sampled tokens."""
         length = len(self.rollout.token_ids)
-        return Scores(*(values[-length:] for values in (self.scores.logprobs, self.scores.margins, self.scores.least_margins)))
+        return Scores(
+            *(values[-length:] for values in (self.scores.logprobs, self.scores.margins, self.scores.least_margins))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def sequences(engine: Engine, trained: Path) -> list[Sequence]:
     prompts = {prompt.prompt_id: prompt.token_ids for prompt in [*data.validation, *data.train[:500]]}
     for index, line in enumerate(LONG_TEXTS.read_text().splitlines()):
         prompts |= {f"{part} {index}": tuple(text.encode()) for part, text in json.loads(line).items()}
-    # Past the end of a turn, where no run goes, this model is so unsure that rounding alone passes the bound now and then.
+    # Past the end of a turn, where no run goes, this model is so unsure that rounding alone passes the bound now and
+    # then.
     ends = data.sampling.stop_token_ids
     requests = [request(tokens, prompt_id=prompt_id, stop_token_ids=ends) for prompt_id, tokens in prompts.items()]
     oracle = models.unclamp_dt(NemotronHForCausalLM.from_pretrained(trained, dtype=torch.float32).eval())
@@ -137,7 +140,9 @@ def test_megatron_truncates_as_vllm_does(ranks: RankPool, trained: Path, engine:
     generator = np.concatenate([rollout.generator_logprobs for rollout in rollouts])
 
     megatron = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)
-    config = layout_ranks.policy_config(**megatron, use_fused_linear_logprobs=True, fused_linear_logprobs_chunk_size=100)
+    config = layout_ranks.policy_config(
+        **megatron, use_fused_linear_logprobs=True, fused_linear_logprobs_chunk_size=100
+    )
     config.generation.temperature = sampling.temperature
     row = [[*rollout.request.token_ids, *rollout.token_ids.tolist()] for rollout in rollouts]
     ends = np.cumsum([len(sequence) for sequence in row])
@@ -145,7 +150,9 @@ def test_megatron_truncates_as_vllm_does(ranks: RankPool, trained: Path, engine:
     def trainer() -> np.ndarray:
         (logprobs,) = ranks.run(layout_ranks.logprobs, config, trained, [even_row(row)], world_size=2)[-1]
         # The last token of a sequence has no label.
-        parts = [logprobs[end - 1 - len(rollout.token_ids) : end - 1] for rollout, end in zip(rollouts, ends, strict=True)]
+        parts = [
+            logprobs[end - 1 - len(rollout.token_ids) : end - 1] for rollout, end in zip(rollouts, ends, strict=True)
+        ]
         return np.concatenate(parts)
 
     untruncated = trainer()

@@ -54,7 +54,11 @@ def test_blocks_and_states_are_those_of_the_engine(
 ):
     folder = models.save_model(tmp_path, name, **changes)
     engine = start_engine(
-        folder, kv_cache_memory_mib=CACHE_MIB, speculation=speculation, enable_prefix_caching=shares_prefixes, max_num_seqs=8
+        folder,
+        kv_cache_memory_mib=CACHE_MIB,
+        speculation=speculation,
+        enable_prefix_caching=shares_prefixes,
+        max_num_seqs=8,
     )
     config = engine.llm.vllm_config
     model, given = PlanModel(json.loads((folder / "config.json").read_text())), speculation or {}
@@ -70,23 +74,38 @@ def test_blocks_and_states_are_those_of_the_engine(
     )
     assert found.block_tokens == config.cache_config.block_size
     assert CACHE_MIB * 2**20 // found.block_bytes == config.cache_config.num_gpu_blocks
-    assert found.concurrency(CACHE_MIB * 2**20, MAX_MODEL_LEN) == pytest.approx(config.cache_config.kv_cache_max_concurrency)
+    assert found.concurrency(CACHE_MIB * 2**20, MAX_MODEL_LEN) == pytest.approx(
+        config.cache_config.kv_cache_max_concurrency
+    )
 
 
 @pytest.mark.parametrize("num_proposed", [0, 1, 5])
 @pytest.mark.parametrize("shares_prefixes", [False, True])
-def test_a_large_model_that_speculates_is_grouped_as_vllm_does(tmp_path: Path, num_proposed: int, shares_prefixes: bool):
+def test_a_large_model_that_speculates_is_grouped_as_vllm_does(
+    tmp_path: Path, num_proposed: int, shares_prefixes: bool
+):
     """Sizes of Nemotron 3.5 Lightning, whose drafter is one attention and one expert layer, in four-worker engines."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
-    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, get_max_concurrency_for_kv_cache_config
+    from vllm.v1.core.kv_cache_utils import (
+        _get_kv_cache_groups_uniform_page_size,
+        get_max_concurrency_for_kv_cache_config,
+    )
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 
     hf_config = json.loads((ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json").read_text())
     hf_config |= FORESEEING | {"mtp_hybrid_override_pattern": "*E"}
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    words = [f"policy.model_name={tmp_path}", f"policy.generation.vllm_cfg.enable_prefix_caching={str(shares_prefixes).lower()}"]
+    words = [
+        f"policy.model_name={tmp_path}",
+        f"policy.generation.vllm_cfg.enable_prefix_caching={str(shares_prefixes).lower()}",
+    ]
     if num_proposed:
-        words += [f"++policy.generation.vllm_kwargs.speculative_config={{method: mtp, num_speculative_tokens: {num_proposed}}}"]
+        words += [
+            (
+                f"++policy.generation.vllm_kwargs.speculative_config={{method: mtp, num_speculative_tokens: "
+                f"{num_proposed}}}"
+            )
+        ]
     run = load_config("grpo_nanov3.yaml", words)
     planned, length = engine_memory(run, read_model(run), GPUS["h100-80g"]), run.policy.max_total_sequence_length
 
@@ -117,7 +136,9 @@ def test_a_large_model_that_speculates_is_grouped_as_vllm_does(tmp_path: Path, n
     )
     kinds: dict[str, KVCacheSpec] = {"M": mamba, "*": attention}
     letters = hf_config["hybrid_override_pattern"] + ("*E" if num_proposed else "")
-    groups = _get_kv_cache_groups_uniform_page_size({f"{place}": kinds[letter] for place, letter in enumerate(letters) if letter in kinds})
+    groups = _get_kv_cache_groups_uniform_page_size(
+        {f"{place}": kinds[letter] for place, letter in enumerate(letters) if letter in kinds}
+    )
     block_bytes = max(len(group.layer_names) for group in groups) * block * token
     vllm_config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(mamba_cache_mode=mamba.mamba_cache_mode),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons for router replay: bfloat16 trainer and engine where expert choices flip by rounding, with routes and without."""
+"""Reasons for router replay: bfloat16 trainer and engine where expert choices flip by rounding, with routes and
+without.
+"""
 
 from __future__ import annotations
 

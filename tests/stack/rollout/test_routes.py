@@ -46,7 +46,9 @@ def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, check
 
 @pytest.mark.long("parity")
 @pytest.mark.parametrize("parallel", PARALLEL)
-def test_parallel_engines_know_their_routes(start_engine: StartEngine, checkpoint: Callable[[int], Path], parallel: str):
+def test_parallel_engines_know_their_routes(
+    start_engine: StartEngine, checkpoint: Callable[[int], Path], parallel: str
+):
     engine = start_engine(0, keeps_routes=True, max_num_batched_tokens=64, **PARALLEL[parallel])
     engine.set_weight_version(0)
     routes.assert_own_routes(transformers_model(checkpoint(0)), run(engine, random_requests(32, max_new_tokens=40)))

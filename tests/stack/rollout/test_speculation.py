@@ -51,7 +51,8 @@ def requests_of_all_kinds() -> list[RolloutRequest]:
         dict(stop_token_ids=tuple(range(40))),
     ]
     return [
-        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, **kinds[index % len(kinds)])) for index, one in enumerate(found)
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, **kinds[index % len(kinds)]))
+        for index, one in enumerate(found)
     ]
 
 
@@ -93,16 +94,25 @@ def plain(start_engine: StartEngine, folder: Path) -> dict[str, dict[str, Rollou
 
 @pytest.mark.parametrize(("speculation", "chunk"), METHODS)
 def test_proposals_change_no_bit(
-    start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]], speculation: dict[str, object], chunk: int
+    start_engine: StartEngine,
+    folder: Path,
+    plain: dict[str, dict[str, Rollout]],
+    speculation: dict[str, object],
+    chunk: int,
 ):
     """In parts, recomputed requests end with a few proposal-like tokens, and steps lack tokens for some that run."""
-    engine = start_engine(folder, keeps_routes=True, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
+    engine = start_engine(
+        folder, keeps_routes=True, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16
+    )
     for name in ("once", "anew"):
         speculated = sampled(engine, refits=name == "anew")
         assert differences(plain[name], speculated) == [] and total(plain[name]) == Proposals()
         found = total(speculated)
-        assert 0 < found.num_rounds <= found.num_tokens and 0.05 * found.num_tokens < found.num_accepted < found.num_tokens
-        # A rollout has a token of every forward pass, and those that were accepted; its last round may have had more than its limit takes.
+        assert (
+            0 < found.num_rounds <= found.num_tokens and 0.05 * found.num_tokens < found.num_accepted < found.num_tokens
+        )
+        # A rollout has a token of every forward pass, and those that were accepted; its last round may have had more
+        # than its limit takes.
         assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
         # Routes are those of the drawn tokens.
         for key, rollout in speculated.items():
@@ -111,8 +121,12 @@ def test_proposals_change_no_bit(
     routes.assert_own_routes(transformers_model(folder), speculated)
 
 
-def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]]):
-    engine = start_engine(folder, speculation=NGRAM | dict(num_speculative_tokens=5), max_num_batched_tokens=16, max_num_seqs=16)
+def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(
+    start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]]
+):
+    engine = start_engine(
+        folder, speculation=NGRAM | dict(num_speculative_tokens=5), max_num_batched_tokens=16, max_num_seqs=16
+    )
     engine.set_weight_version(0)
     assert differences(plain["crowd"], run(engine, crowd())) == []
 

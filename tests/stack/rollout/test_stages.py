@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of two pipeline stages, and of two groups that share experts: the bits of one process, over HTTP too, and refits of both parts,
-also between passes under way."""
+"""Engines of two pipeline stages, and of two groups that share experts: the bits of one process, over HTTP too, and
+refits of both parts, also between passes under way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     tokenizer.save(loaded, model_max_length=MAX_MODEL_LEN)
     sizes = dict(pipeline_parallel_size=parallel.pp, expert_parallel_size=parallel.ep, kv_cache_memory_mib=64)
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, tokenizer=loaded, **sizes)
-    layout = cache_layout(sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=parallel.pp)
+    layout = cache_layout(
+        sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=parallel.pp
+    )
     assert engine.llm.vllm_config.cache_config.num_gpu_blocks == (64 << 20) // layout.block_bytes
     engine.enter("load")
     before, trainer = engine.live_digest(), Trainer(loaded, parallel)
@@ -68,7 +70,12 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     refit(engine, trainer, version=1)
     assert engine.live_digest() == before == [digest(expected_tensors(loaded, parallel, worker)) for worker in range(2)]
     # With one request a group has none, with three they are uneven; others come while some run.
-    for arrivals in ({0: REQUESTS}, {0: REQUESTS[:1]}, {0: REQUESTS[:3]}, {0: REQUESTS[:2], 3: REQUESTS[2:7], 5: REQUESTS[7:]}):
+    for arrivals in (
+        {0: REQUESTS},
+        {0: REQUESTS[:1]},
+        {0: REQUESTS[:3]},
+        {0: REQUESTS[:2], 3: REQUESTS[2:7], 5: REQUESTS[7:]},
+    ):
         rollouts = run(engine, arrivals)
         assert differences(rollouts, {key: expected[1][key] for key in rollouts}) == []
     policy = load_config("grpo_tiny.yaml", [f"policy.model_name={loaded}"]).policy

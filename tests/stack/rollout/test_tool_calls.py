@@ -119,7 +119,9 @@ def test_both_read_the_same_calls(text: str, tokenizer: TokenizerLike):
         (call("words\n" + parameter("a", "4")), "text outside of the parameters", [("add", {"a": 4})]),
     ],
 )
-def test_what_vllm_repairs_is_an_error_to_environments(text: str, error: str, repaired: list[tuple[str, object]], tokenizer: TokenizerLike):
+def test_what_vllm_repairs_is_an_error_to_environments(
+    text: str, error: str, repaired: list[tuple[str, object]], tokenizer: TokenizerLike
+):
     """A model is not to learn that broken calls work."""
     (found,) = tool_calls(text, TOOLS)
     assert found.error.startswith(error)
@@ -134,10 +136,17 @@ ONE, TWO = '{"name": "add", "arguments": {"a": 1, "b": "x}"}}', '{"name": "noop"
     [
         *(
             ("hermes", text)
-            for text in ("none", f"so\n<tool_call>\n{ONE}\n</tool_call> and <tool_call>{ONE}", f"<tool_call>{ONE}</tool_call>")
+            for text in (
+                "none",
+                f"so\n<tool_call>\n{ONE}\n</tool_call> and <tool_call>{ONE}",
+                f"<tool_call>{ONE}</tool_call>",
+            )
         ),
         *(("hermes", f"<tool_call>{ONE}</tool_call><tool_call>{text}</tool_call>") for text in ("{", TWO, "7", "[]")),
-        *(("llama3_json", text) for text in (ONE, f"so {ONE}; {TWO} end", f"{ONE} {{", "{}", "none", f'{{"a": {ONE}}}')),
+        *(
+            ("llama3_json", text)
+            for text in (ONE, f"so {ONE}; {TWO} end", f"{ONE} {{", "{}", "none", f'{{"a": {ONE}}}')
+        ),
     ],
 )
 def test_json_is_read_as_vllm_reads_it(name: str, text: str, tokenizer: TokenizerLike):

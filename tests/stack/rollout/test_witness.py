@@ -15,12 +15,17 @@ from tests.rollouts import StartEngine, random_requests
 from tests.stack.rollout.trainer import SINGLE
 from tests.stack.rollout.witness import EP2, GENERATING, MATRIX, TP2, witness
 
-# A start of two workers takes most of the time: one with each kind of layer. test_loaders.py has every worker of every layout.
+# A start of two workers takes most of the time: one with each kind of layer. test_loaders.py has every worker of every
+# layout.
 SHORT = [*((name, SINGLE) for name in GENERATING), ("nemotron_h", TP2), ("qwen3_moe", EP2)]
 
 
 def label(value: object) -> str:
-    return f"tp{value.tp} ep{value.ep}{f' pp{value.pp}' if value.pp > 1 else ''}" if isinstance(value, VllmParallel) else str(value)
+    return (
+        f"tp{value.tp} ep{value.ep}{f' pp{value.pp}' if value.pp > 1 else ''}"
+        if isinstance(value, VllmParallel)
+        else str(value)
+    )
 
 
 @pytest.mark.parametrize(("model_type", "parallel"), SHORT, ids=label)
@@ -41,9 +46,13 @@ def rows() -> Iterator[list[Row]]:
 
 @pytest.mark.long("witness")
 @pytest.mark.parametrize(("model_type", "parallel"), MATRIX, ids=label)
-def test_witness_of_all(start_engine: StartEngine, tmp_path: Path, rows: list[Row], model_type: str, parallel: VllmParallel) -> None:
+def test_witness_of_all(
+    start_engine: StartEngine, tmp_path: Path, rows: list[Row], model_type: str, parallel: VllmParallel
+) -> None:
     started = time.monotonic()
-    seen = witness(start_engine, tmp_path, model_type, parallel, random_requests(96, lengths=(3, 120), max_new_tokens=24))
+    seen = witness(
+        start_engine, tmp_path, model_type, parallel, random_requests(96, lengths=(3, 120), max_new_tokens=24)
+    )
     rows.append(
         dict(
             model_type=model_type,

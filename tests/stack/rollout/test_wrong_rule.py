@@ -77,16 +77,21 @@ class Here:
     def __init__(self, target: object) -> None:
         self._target = target
 
-    def call(self, verb: Callable, *arguments: object, deadline_s: float | None = None, only: object = None) -> dict[int, object]:
+    def call(
+        self, verb: Callable, *arguments: object, deadline_s: float | None = None, only: object = None
+    ) -> dict[int, object]:
         return {0: getattr(self._target, verb.__name__)(*arguments)}
 
     def start(self, verb: Callable, arguments: dict[int, tuple[object, ...]]) -> dict[ActorName, object]:
         """The answers, at once."""
         return {
-            ActorName(type(self._target).__name__, index): getattr(self._target, verb.__name__)(*mine) for index, mine in arguments.items()
+            ActorName(type(self._target).__name__, index): getattr(self._target, verb.__name__)(*mine)
+            for index, mine in arguments.items()
         }
 
-    def call_each(self, verb: Callable, arguments: dict[int, tuple[object, ...]], *, deadline_s: float | None = None) -> dict[int, object]:
+    def call_each(
+        self, verb: Callable, arguments: dict[int, tuple[object, ...]], *, deadline_s: float | None = None
+    ) -> dict[int, object]:
         return self.call(verb, *arguments[0])
 
     def held(self) -> AbstractContextManager[None]:
@@ -119,7 +124,9 @@ def one_slot(folder: Path, precision: str = "float32") -> tuple[RunConfig, Place
 @pytest.fixture(scope="module")
 def multi_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with as many key heads as query heads: exchanged, they have each other's shapes."""
-    return models.save_nemotron_h(tmp_path_factory.mktemp("multi_head"), num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
+    return models.save_nemotron_h(
+        tmp_path_factory.mktemp("multi_head"), num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"]
+    )
 
 
 def test_refit_zero_passes_with_the_right_rule(start_engine: StartEngine, multi_head: Path) -> None:
@@ -145,7 +152,9 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
     assert refit.run().verified_bytes > 0
 
 
-def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]) -> None:
+def test_with_grouped_queries_the_schedule_refuses_it(
+    checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]
+) -> None:
     engines = engines_of(SimpleNamespace(tensor_dtypes=lambda: [()]))
     config, placement, policies = one_slot(checkpoint(0))
     inputs = refit_inputs(config, placement, policies, engines)
@@ -160,12 +169,16 @@ def test_refit_zero_names_what_the_trainer_alone_rounds(
 ) -> None:
     """Published bfloat16 nemotron_h files have some float32 tensors: vLLM keeps Mamba's A and the router so, rounds D.
 
-    Megatron's Float16Module rounds A_log, and its optimizers keep no float32 parameter of a bfloat16 model. transformers decides: it rounds
-    the same tensors to the same values, and engines compute with these.
+    Megatron's Float16Module rounds A_log, and its optimizers keep no float32 parameter of a bfloat16 model.
+    transformers decides: it rounds the same tensors to the same values, and engines compute with these.
     """
-    folder, wide = Path(shutil.copytree(multi_head, tmp_path / "wide")), ("A_log", "mixer.D", "gate.weight", "e_score_correction_bias")
+    folder, wide = (
+        Path(shutil.copytree(multi_head, tmp_path / "wide")),
+        ("A_log", "mixer.D", "gate.weight", "e_score_correction_bias"),
+    )
     tensors = {
-        name: tensor if name.endswith(wide) else tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+        name: tensor if name.endswith(wide) else tensor.bfloat16()
+        for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     engine = start_engine(folder, precision="bfloat16")
@@ -175,11 +188,15 @@ def test_refit_zero_names_what_the_trainer_alone_rounds(
     assert "mixer.A" in said and "mixer.D" not in said and "e_score_correction_bias" not in said
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     (held,) = engine.live_digest()
-    for layer in (index for index, letter in enumerate(str(models.TINY_NEMOTRON_H["hybrid_override_pattern"])) if letter == "M"):
+    for layer in (
+        index for index, letter in enumerate(str(models.TINY_NEMOTRON_H["hybrid_override_pattern"])) if letter == "M"
+    ):
         mixer = f"model.layers.{layer}.mixer."
         decay, skip = loaded[f"{mixer}A_log"], loaded[f"{mixer}D"]
         assert decay.dtype == skip.dtype == torch.bfloat16 and not torch.equal(
             decay.float(), tensors[f"backbone.layers.{layer}.mixer.A_log"]
         )
-        assert held[Slot(f"{mixer}A")] == checksum(-torch.exp(decay.float())) and held[Slot(f"{mixer}D")] == checksum(skip)
+        assert held[Slot(f"{mixer}A")] == checksum(-torch.exp(decay.float())) and held[Slot(f"{mixer}D")] == checksum(
+            skip
+        )
     assert run(engine, random_requests(1))

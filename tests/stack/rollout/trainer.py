@@ -78,7 +78,11 @@ def refit(engine: Engine, trainer: Trainer, version: int) -> None:
 
 
 def vllm_layout(
-    folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0, precision: Precision = "float32", live: EngineDtypes = ()
+    folder: Path,
+    parallel: VllmParallel = SINGLE,
+    worker: int = 0,
+    precision: Precision = "float32",
+    live: EngineDtypes = (),
 ) -> Layout:
     """The table's layout of an engine worker for a checkpoint."""
     hf_config = json.loads((folder / "config.json").read_text())
@@ -86,7 +90,11 @@ def vllm_layout(
 
 
 def expected_tensors(
-    folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0, precision: Precision = "float32", live: EngineDtypes = ()
+    folder: Path,
+    parallel: VllmParallel = SINGLE,
+    worker: int = 0,
+    precision: Precision = "float32",
+    live: EngineDtypes = (),
 ) -> dict[Slot, Tensor]:
     """Tensors that an engine worker must hold, built directly from the checkpoint by the table."""
     from tests.stack.refit.children import fill

@@ -20,7 +20,12 @@ from tests.stack.rollout.trainer import SINGLE, Trainer, expected_tensors, refit
 
 GENERATING = tuple(name for name, found in FAMILIES.items() if found.vllm_layers)
 TP2, EP2, PP2, GROUPS = VllmParallel(tp=2), VllmParallel(tp=2, ep=2), VllmParallel(pp=2), VllmParallel(ep=2)
-MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2, GROUPS) if layout.ep == 1 or name in WITH_EXPERTS]
+MATRIX = [
+    (name, layout)
+    for name in GENERATING
+    for layout in (SINGLE, TP2, EP2, GROUPS)
+    if layout.ep == 1 or name in WITH_EXPERTS
+]
 # The hybrid model's second stage would have no attention.
 MATRIX += [(name, PP2) for name in GENERATING if name != "nemotron_h"] + [("qwen3", VllmParallel(tp=2, pp=2))]
 """Every family with every layout of engines that two cores can run."""
@@ -48,11 +53,13 @@ def witness(
 ) -> Witness:
     """Starts an engine, and refits it twice: with the weights it loaded, which must change no byte, and with others.
 
-    The second refit changes every tensor, to what the tables make of the other checkpoint. Then requests have the same bits alone as in
-    a full batch in which prompts are cut into chunks; this is claimed without tensor parallelism only.
+    The second refit changes every tensor, to what the tables make of the other checkpoint. Then requests have the same
+    bits alone as in a full batch in which prompts are cut into chunks; this is claimed without tensor parallelism only.
     """
     loaded, other = (models.save_model(folder / str(seed), model_type, seed) for seed in range(2))
-    layout = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep, pipeline_parallel_size=parallel.pp)
+    layout = dict(
+        tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep, pipeline_parallel_size=parallel.pp
+    )
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, **layout)
     trainer = Trainer(loaded, parallel)
     before = engine.live_digest()

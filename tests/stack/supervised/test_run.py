@@ -18,7 +18,11 @@ from tests.learn.quickstart import call
 from tests.waiting import HANG_S
 
 # Two ranks are enough to have data parallelism, and start in half the time.
-LAYOUT = ["cluster.cpu_units_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+LAYOUT = [
+    "cluster.cpu_units_per_node=2",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+]
 RUN = ["dpo.max_num_steps=2", "dpo.val_batches=1", "dpo.val_global_batch_size=16", "policy.train_global_batch_size=16"]
 
 
@@ -44,7 +48,9 @@ def test_two_steps_of_dpo(tmp_path: Path):
     assert find_damage(run / "step_2") is None
     assert re.search(r"^=+ Step 2/2 =+$", printed, re.MULTILINE)
     assert re.search(
-        r"^\[Train\]    loss=0\.\d+, accuracy=[\d.]+, rewards_margin_mean=\S+, grad_norm=\S+, lr=\S+ \(96 tokens\)$", printed, re.MULTILINE
+        r"^\[Train\]    loss=0\.\d+, accuracy=[\d.]+, rewards_margin_mean=\S+, grad_norm=\S+, lr=\S+ \(96 tokens\)$",
+        printed,
+        re.MULTILINE,
     )
     assert "Number of actors online: 2/2" in printed
 
@@ -55,12 +61,21 @@ def test_damaged_checkpoints_are_passed_over_and_the_steps_after_the_whole_one_r
     model = models.save_nemotron_h(prepared / "model")
     tokenizer.save(model, model_max_length=1280)
     write_splits(split_additions(seed=0), prepared / "data")
-    command = ["-m", "mrl.train", "sft_tiny.yaml", *LAYOUT, "sft.max_num_steps=3", "sft.val_at_start=false", "checkpointing.save_period=1"]
+    command = [
+        "-m",
+        "mrl.train",
+        "sft_tiny.yaml",
+        *LAYOUT,
+        "sft.max_num_steps=3",
+        "sft.val_at_start=false",
+        "checkpointing.save_period=1",
+    ]
     call(tmp_path, *command, timeout_s=HANG_S)
     run = tmp_path / "results" / "sft_tiny"
     before = losses(run)
     assert [step for step, _ in before] == [1, 2, 3]
-    # Of the last step nothing would be loaded, so the driver looks; the shard of the step before is found by the rank that reads it.
+    # Of the last step nothing would be loaded, so the driver looks; the shard of the step before is found by the rank
+    # that reads it.
     for step, rank in ((3, 0), (2, 1)):
         shard = run / f"step_{step}" / "policy" / "weights" / "iter_0000000" / f"__{rank}_0.distcp"
         content = bytearray(shard.read_bytes())
@@ -68,11 +83,15 @@ def test_damaged_checkpoints_are_passed_over_and_the_steps_after_the_whole_one_r
         shard.write_bytes(content)
     printed = call(tmp_path, *command, timeout_s=HANG_S)
     for step, rank in ((3, 0), (2, 1)):
-        assert re.search(rf"passing over \S+/step_{step}: \S+/__{rank}_0\.distcp does not have the manifest's sha256", printed)
+        assert re.search(
+            rf"passing over \S+/step_{step}: \S+/__{rank}_0\.distcp does not have the manifest's sha256", printed
+        )
     assert re.search(r"Resuming from \S+/step_1 \(step 1 of 3\)", printed)
     assert losses(run) == before
     assert all(find_damage(run / f"step_{step}") is None for step in (1, 2, 3))
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["train/loss"]) for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    return [
+        (row["step"], row["train/loss"]) for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    ]

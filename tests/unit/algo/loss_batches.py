@@ -39,7 +39,9 @@ class Batch:
         num_sequences = sum(bool(self.mask[start:stop].any()) for start, stop in spans)
         return BatchSize(float(self.mask.sum()), float(num_sequences), float(self.positive.sum()))
 
-    def tokens(self, logprobs: torch.Tensor, config: LossConfig, untruncated_logprobs_T: torch.Tensor | None = None) -> Tokens:
+    def tokens(
+        self, logprobs: torch.Tensor, config: LossConfig, untruncated_logprobs_T: torch.Tensor | None = None
+    ) -> Tokens:
         """The inputs of the loss; old logprobs are left out where it does without them."""
         return Tokens.of(
             logprobs,
@@ -57,7 +59,9 @@ class Batch:
         """Only these sequences, in this order."""
         index = self.index(members)
         tensors = {name: value[index] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, lengths=[self.lengths[i] for i in members], rewards=[self.rewards[i] for i in members], **tensors)
+        return replace(
+            self, lengths=[self.lengths[i] for i in members], rewards=[self.rewards[i] for i in members], **tensors
+        )
 
     def index(self, members: list[int]) -> torch.Tensor:
         """Places of the tokens of these sequences."""
@@ -72,10 +76,19 @@ def random_batch(seed: int, lengths: list[int] | None = None, spread: float = 0.
     base = -torch.rand(total, generator=generator, dtype=torch.float64) * 3 - 0.1
     new, reference, drift, advantages = torch.randn(4, total, generator=generator, dtype=torch.float64)
     is_valid = torch.rand(len(lengths), generator=generator) > 0.25
-    mask = torch.cat([torch.tensor([0.0] * min(2, n) + [float(v)] * max(0, n - 2)) for n, v in zip(lengths, is_valid, strict=True)])
+    mask = torch.cat(
+        [torch.tensor([0.0] * min(2, n) + [float(v)] * max(0, n - 2)) for n, v in zip(lengths, is_valid, strict=True)]
+    )
     rewards = torch.rand(len(lengths), generator=generator) - 0.4
     return Batch(
-        lengths, base + spread * new, base, base + 0.3 * drift, base + spread * reference, advantages, mask.double(), rewards.tolist()
+        lengths,
+        base + spread * new,
+        base,
+        base + 0.3 * drift,
+        base + spread * reference,
+        advantages,
+        mask.double(),
+        rewards.tolist(),
     )
 
 

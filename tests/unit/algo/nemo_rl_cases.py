@@ -9,7 +9,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import (
+    AdvantageEstimatorConfig,
+    Estimator,
+    GrpoConfig,
+    LossConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
 from tests.sources import ROOT
 
@@ -40,12 +47,24 @@ def _cases() -> Iterator[Case]:
     yield from _losses()
     yield from _advantages()
     yield from _ppo()
-    divergences: list[tuple[Divergence, float]] = [("forward", 0.5), ("reverse", 0.5), ("mixed", 0.3), ("mixed", 1.0), ("mixed", 0.0)]
+    divergences: list[tuple[Divergence, float]] = [
+        ("forward", 0.5),
+        ("reverse", 0.5),
+        ("mixed", 0.3),
+        ("mixed", 1.0),
+        ("mixed", 0.0),
+    ]
     for kind, weight in divergences:
         for is_whole in (False, True):
             config = LossConfig(kl_type=kind, mixed_kl_weight=weight, zero_outside_topk=is_whole)
-            for batch, is_parallel in (("", False), *((("", True), ("one", False), ("all", False)) if weight == 0.3 else ())):
-                name = f"distillation, {kind} {weight}{', whole vocabulary' * is_whole}; {batch or 'any'} k{', parallel' * is_parallel}"
+            for batch, is_parallel in (
+                ("", False),
+                *((("", True), ("one", False), ("all", False)) if weight == 0.3 else ()),
+            ):
+                name = (
+                    f"distillation, {kind} {weight}{', whole vocabulary' * is_whole}; {batch or 'any'} "
+                    f"k{', parallel' * is_parallel}"
+                )
                 yield Case(name, "distillation", f"logit_batch:{batch}", (config, is_parallel))
 
 
@@ -54,7 +73,10 @@ def _losses() -> Iterator[Case]:
         prefix = "truncated_importance_sampling"
         return {f"{prefix}_type": kind, f"{prefix}_ratio_min": low, f"{prefix}_ratio": high}
 
-    off, corrected = dict(reference_policy_kl_penalty=0.0), dict(reference_policy_kl_penalty=0.0, use_importance_sampling_correction=True)
+    off, corrected = (
+        dict(reference_policy_kl_penalty=0.0),
+        dict(reference_policy_kl_penalty=0.0, use_importance_sampling_correction=True),
+    )
     sequences, kl = off | dict(token_level_loss=False), dict(reference_policy_kl_penalty=0.1)
     gspo = sequences | dict(sequence_level_importance_ratios=True, ratio_clip_min=3e-3, ratio_clip_max=4e-3)
     corrected_gspo = gspo | corrected
@@ -83,7 +105,8 @@ def _losses() -> Iterator[Case]:
         "KL k3": kl,
         "KL k3, mean over sequences": kl | dict(token_level_loss=False),
         "KL k3, clamps that hold": kl | dict(kl_input_clamp_value=0.5, kl_output_clamp_value=0.05),
-        "KL k1, no clamps": kl | dict(reference_policy_kl_type="k1", kl_input_clamp_value=None, kl_output_clamp_value=None),
+        "KL k1, no clamps": kl
+        | dict(reference_policy_kl_type="k1", kl_input_clamp_value=None, kl_output_clamp_value=None),
         "KL k2, on-policy approximation": kl | dict(reference_policy_kl_type="k2", use_on_policy_kl_approximation=True),
         "KL k3, on-policy approximation": kl | dict(use_on_policy_kl_approximation=True),
         "KL in reward": kl | dict(use_kl_in_reward=True),
@@ -93,11 +116,26 @@ def _losses() -> Iterator[Case]:
     # Metrics of log-ratios of 1000 are infinite, or their difference is.
     infinite = ("gen_kl", "policy_kl", "js_", "token_mult", "sampling_importance_ratio", "approx_entropy")
     for name, loss in losses.items():
-        but = ("probs_ratio",) * loss.disable_ppo_ratio + ("sampling_importance_ratio",) * loss.sequence_level_importance_ratios
+        but = ("probs_ratio",) * loss.disable_ppo_ratio + (
+            "sampling_importance_ratio",
+        ) * loss.sequence_level_importance_ratios
         yield Case(name, "policy_loss", "token_batch:", (loss,), but=but)
         if name in ("GRPO clip", "GSPO", "CISPO", "KL k3", "KL k3, on-policy approximation"):
-            yield Case(f"{name}; far policy", "policy_loss", "token_batch:far policy", (loss,), but=("js_divergence", *infinite[4:5]))
-        if name in ("importance sampling correction", "correction of sequences", "TIS", "TIS of sequences", "IcePop", "seq-mask-TIS"):
+            yield Case(
+                f"{name}; far policy",
+                "policy_loss",
+                "token_batch:far policy",
+                (loss,),
+                but=("js_divergence", *infinite[4:5]),
+            )
+        if name in (
+            "importance sampling correction",
+            "correction of sequences",
+            "TIS",
+            "TIS of sequences",
+            "IcePop",
+            "seq-mask-TIS",
+        ):
             yield Case(f"{name}; weights that overflow", "policy_loss", "token_batch:far", (loss,), but=infinite)
     yield Case("GRPO clip; an empty response", "policy_loss", "token_batch:empty", (losses["GRPO clip"],))
     for name, batch, deviation in (
@@ -112,7 +150,9 @@ def _losses() -> Iterator[Case]:
 
 
 def _advantages() -> Iterator[Case]:
-    def grpo(name: Estimator, *, leave_one_out: bool = True, weights: list[float] | None = None, **rest: bool) -> GrpoConfig:
+    def grpo(
+        name: Estimator, *, leave_one_out: bool = True, weights: list[float] | None = None, **rest: bool
+    ) -> GrpoConfig:
         named = dict(use_leave_one_out_baseline=leave_one_out, reward_weights=weights)
         return GrpoConfig(adv_estimator=AdvantageEstimatorConfig(name, **{"normalize_rewards": True, **named, **rest}))
 
@@ -140,9 +180,13 @@ def _advantages() -> Iterator[Case]:
     kl = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1)
     yield Case("REINFORCE++, KL in reward", "advantages", "rollout_batch:", (grpo("reinforce_plus_plus"), kl))
     # In float32, as their runs compute it.
-    yield Case("GRPO, one reward differs", "advantages", "rollout_batch:spike", (grpo("grpo"), plain), "Variance of rewards")
+    yield Case(
+        "GRPO, one reward differs", "advantages", "rollout_batch:spike", (grpo("grpo"), plain), "Variance of rewards"
+    )
     scaled = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=1.0, target_min=0.5, target_max=2.0)
-    overlong = RewardShapingConfig(enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=0.7, max_response_length=5)
+    overlong = RewardShapingConfig(
+        enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=0.7, max_response_length=5
+    )
     stopped = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.3)
     for name, config in (
         ("scaled rewards", GrpoConfig(reward_scaling=scaled)),

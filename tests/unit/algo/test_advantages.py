@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens, train_sequences
-from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.algo import (
+    AdvantageEstimatorConfig,
+    Estimator,
+    GrpoConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 from mrl.types import Flaw, RolloutGroup
 from tests.unit.algo.groups import group
 
@@ -21,8 +27,13 @@ GROUP_MEAN = dict(normalize=True, use_leave_one_out_baseline=False)
     [
         ([1.0, 0.0, 0.0, 1.0], dict(normalize=False), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         ([1.0, 0.0, 0.0, 0.0], GROUP_MEAN | dict(normalize=False), [0.75, -0.25, -0.25, -0.25]),
-        # The right one is compared with equal rewards, which have no deviation to divide by; the others with 1, 0 and 0.
-        ([1.0, 0.0, 0.0, 0.0], dict(normalize=True), [1.0] + [-(1 / 3) / (math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2) + EPSILON)] * 3),
+        # The right one is compared with equal rewards, which have no deviation to divide by; the others with 1, 0 and
+        # 0.
+        (
+            [1.0, 0.0, 0.0, 0.0],
+            dict(normalize=True),
+            [1.0] + [-(1 / 3) / (math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2) + EPSILON)] * 3,
+        ),
         # 1/15 in the mean, and a variance of (1 - 1/15) / 14 = 1/15.
         ([1.0] + [0.0] * 15, dict(normalize=True), [1.0] + [-(1 / 15) / (math.sqrt(1 / 15) + EPSILON)] * 15),
         # A pair is not divided.
@@ -35,7 +46,9 @@ GROUP_MEAN = dict(normalize=True, use_leave_one_out_baseline=False)
     ],
 )
 def test_advantages_of_a_group_by_hand(rewards: list[float], settings: dict[str, bool], expected: list[float]):
-    assert group_advantages(torch.tensor(rewards), None, **settings).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert group_advantages(torch.tensor(rewards), None, **settings).tolist() == pytest.approx(
+        expected, rel=1e-6, abs=1e-12
+    )
 
 
 def test_one_reward_against_equal_ones_that_are_no_binary_fractions():
@@ -101,7 +114,9 @@ def test_advantages_are_bounded_and_sum_to_zero(rewards: list[float], shift: flo
 
 
 def estimator(name: Estimator, **rest) -> GrpoConfig:
-    return GrpoConfig(adv_estimator=AdvantageEstimatorConfig(name, normalize_rewards=False, use_leave_one_out_baseline=True, **rest))
+    return GrpoConfig(
+        adv_estimator=AdvantageEstimatorConfig(name, normalize_rewards=False, use_leave_one_out_baseline=True, **rest)
+    )
 
 
 def test_a_batch_is_its_groups():
@@ -110,23 +125,34 @@ def test_a_batch_is_its_groups():
     whole = AdvantageEstimatorConfig("grpo", normalize_rewards=True, use_leave_one_out_baseline=False)
     half = pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0], rel=1e-5)
     assert batch_advantages([judged], GrpoConfig(adv_estimator=whole)) == [half]
-    bounded = AdvantageEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=True, normalize_by_whole_group=True)
-    assert batch_advantages([group([1.0, 0.0])], GrpoConfig(adv_estimator=bounded)) == [pytest.approx([math.sqrt(2), -math.sqrt(2)])]
+    bounded = AdvantageEstimatorConfig(
+        normalize_rewards=True, use_leave_one_out_baseline=True, normalize_by_whole_group=True
+    )
+    assert batch_advantages([group([1.0, 0.0])], GrpoConfig(adv_estimator=bounded)) == [
+        pytest.approx([math.sqrt(2), -math.sqrt(2)])
+    ]
 
 
 def test_advantages_are_made_of_shaped_rewards():
     shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5)
-    config = replace(estimator("grpo"), reward_shaping=shaping, reward_scaling=RewardScalingConfig(enabled=True, target_max=4.0))
+    config = replace(
+        estimator("grpo"), reward_shaping=shaping, reward_scaling=RewardScalingConfig(enabled=True, target_max=4.0)
+    )
     assert batch_advantages([group([1.0, 1.0], cut_off=[1])], config) == [[2.0, -2.0]]
 
 
-def with_components(components: list[dict[str, float]], *, invalid: tuple[int, ...] = (), flagged: tuple[int, ...] = ()) -> RolloutGroup:
+def with_components(
+    components: list[dict[str, float]], *, invalid: tuple[int, ...] = (), flagged: tuple[int, ...] = ()
+) -> RolloutGroup:
     plain = group([0.0] * len(components), invalid=invalid, flagged=flagged)
-    return replace(plain, verdicts=tuple(replace(v, components=c) for v, c in zip(plain.verdicts, components, strict=True)))
+    return replace(
+        plain, verdicts=tuple(replace(v, components=c) for v, c in zip(plain.verdicts, components, strict=True))
+    )
 
 
 def test_gdpo_by_hand():
-    # Correctness against the mean of the other: +-1; format: +1, -1. Weighted 2 to 1 in the order of the names: 3, -3 and 1, -1.
+    # Correctness against the mean of the other: +-1; format: +1, -1. Weighted 2 to 1 in the order of the names: 3, -3
+    # and 1, -1.
     first = with_components([{"correct": 1.0, "format": 1.0}, {"correct": 0.0, "format": 0.0}])
     second = with_components([{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}])
     std = math.sqrt((9 + 9 + 1 + 1) / 3)
@@ -140,7 +166,9 @@ def test_gdpo_normalises_each_component_in_its_group_before_it_adds_them():
         with_components([{"a": 0.1 * i, "b": -300.0 * i} for i in range(4)]),
         with_components([{"a": 0.0, "b": 1.0 * i} for i in range(4)]),
     ]
-    config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig("gdpo", normalize_rewards=True, use_leave_one_out_baseline=False))
+    config = GrpoConfig(
+        adv_estimator=AdvantageEstimatorConfig("gdpo", normalize_rewards=True, use_leave_one_out_baseline=False)
+    )
     first, second = batch_advantages(groups, config)
     # But for the epsilon beside each deviation.
     assert first == pytest.approx([0.0] * 4, abs=2e-5)
@@ -173,7 +201,10 @@ def test_gdpo_needs_components():
 def test_reinforce_plus_plus_by_hand():
     groups = [group([1.0, 0.0, 0.5, 9.0], invalid=[3]), group([2.0, 2.0])]
     assert batch_advantages(groups, estimator("reinforce_plus_plus")) == [[0.5, -0.5, 0.0, 0.0], [0.0, 0.0]]
-    assert batch_advantages(groups, estimator("reinforce_plus_plus", minus_baseline=False)) == [[1.0, 0.0, 0.5, 0.0], [2.0, 2.0]]
+    assert batch_advantages(groups, estimator("reinforce_plus_plus", minus_baseline=False)) == [
+        [1.0, 0.0, 0.5, 0.0],
+        [2.0, 2.0],
+    ]
 
 
 @settings(max_examples=100)
@@ -197,7 +228,11 @@ def test_tokens_that_hardly_differ_are_not_blown_up():
 
 def test_tokens_are_normalised_over_ranks():
     ranks = [(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 0.0])), (torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0]))]
-    totals = [[torch.tensor(3.0)], [torch.tensor(9.0)], [torch.tensor(8.0)]]  # tokens, sum, squared deviations of 1, 3 and 5
+    totals = [
+        [torch.tensor(3.0)],
+        [torch.tensor(9.0)],
+        [torch.tensor(8.0)],
+    ]  # tokens, sum, squared deviations of 1, 3 and 5
 
     def answers():
         return iter([total.double() for (total,) in totals])
@@ -205,7 +240,9 @@ def test_tokens_are_normalised_over_ranks():
     for values, mask in ranks:
         given = answers()
         (found,) = normalize_over_tokens([values], [mask], lambda part, given=given: next(given))
-        expected = [(v - 3.0) / math.sqrt(8 / 3) if m else 0.0 for v, m in zip(values.tolist(), mask.tolist(), strict=True)]
+        expected = [
+            (v - 3.0) / math.sqrt(8 / 3) if m else 0.0 for v, m in zip(values.tolist(), mask.tolist(), strict=True)
+        ]
         assert found.tolist() == pytest.approx(expected)
 
 
@@ -252,7 +289,9 @@ def test_an_own_estimator_gets_shaped_rewards_and_the_groups():
 @pytest.mark.parametrize("name", ["one_short", "not_finite", "nothing"])
 def test_what_an_own_estimator_returns_is_checked(name: str):
     config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig(f"{__name__}:{name}"))
-    with pytest.raises(ValueError, match=rf"{name} returned .*; return a list for each of the 1 groups, with a finite number for each"):
+    with pytest.raises(
+        ValueError, match=rf"{name} returned .*; return a list for each of the 1 groups, with a finite number for each"
+    ):
         batch_advantages([group([1.0, 0.0])], config)
 
 
@@ -263,11 +302,15 @@ def test_all_sequences_of_a_rollout_share_its_advantage():
     branched = replace(one, rollouts=(replace(one.rollouts[0], further=further), *one.rollouts[1:]))
     plain, _ = train_sequences([one], GrpoConfig())
     sequences, _ = train_sequences([branched], GrpoConfig())
-    assert [sequence.advantage for sequence in sequences] == [plain[0].advantage] * 3 + [one.advantage for one in plain[1:]]
+    assert [sequence.advantage for sequence in sequences] == [plain[0].advantage] * 3 + [
+        one.advantage for one in plain[1:]
+    ]
     assert [sequence.is_valid for sequence in sequences] == [True] * 5 + [False]
     assert [sequence.rollout.is_further for sequence in sequences] == [False, True, True, False, False, False]
     flaws = tuple(Flaw("invalid_tool_call", start, start + 1, place) for place, start in ((0, 3), (2, 3), (2, 5)))
     flawed = replace(branched, verdicts=(replace(branched.verdicts[0], flaws=flaws), *branched.verdicts[1:]))
     sequences, metrics = train_sequences([flawed], GrpoConfig(invalid_tool_call_advantage=-5.0))
     spans = [[(span.start, span.advantage) for span in sequence.fixed_advantages] for sequence in sequences]
-    assert spans == [[(3, -5.0)], [], [(3, -5.0), (5, -5.0)], [], [], []] and metrics["train/num_invalid_tool_calls"] == 3
+    assert (
+        spans == [[(3, -5.0)], [], [(3, -5.0), (5, -5.0)], [], [], []] and metrics["train/num_invalid_tool_calls"] == 3
+    )

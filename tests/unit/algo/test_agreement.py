@@ -51,7 +51,9 @@ def test_tokens_that_truncation_rules_out_are_counted_apart():
     ],
 )
 def test_what_is_no_rounding_ends_the_start(differences: list[float], precision: str, chooses: bool, is_found: bool):
-    text = find_disagreement(errors(differences, flipped_share=FLIPPED_SHARE if chooses else 0.0), precision, chooses=chooses)
+    text = find_disagreement(
+        errors(differences, flipped_share=FLIPPED_SHARE if chooses else 0.0), precision, chooses=chooses
+    )
     assert bool(text) == is_found
     if is_found:
         limit = (MAX_MEAN_ERROR_OF_EXPERTS if chooses else MAX_MEAN_ERROR)[precision]

@@ -8,7 +8,14 @@ import random
 import pytest
 import torch
 
-from mrl.algo.critic import ValuedRow, discounted_sums, explained_variance, gae_of_rows, token_advantages_and_returns, value_loss
+from mrl.algo.critic import (
+    ValuedRow,
+    discounted_sums,
+    explained_variance,
+    gae_of_rows,
+    token_advantages_and_returns,
+    value_loss,
+)
 from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
 
 
@@ -23,7 +30,9 @@ def slow_gae(row: ValuedRow, gamma: float, lam: float | None, alpha: float = 0.0
         if steps:
             rewards[-1] += float(row.rewards_S[index])
         decay = gamma * (1 - 1 / max(1.0, alpha * len(steps)) if lam is None else lam)
-        errors = [rewards[i] + gamma * (values[i + 1] if i + 1 < len(steps) else 0.0) - values[i] for i in range(len(steps))]
+        errors = [
+            rewards[i] + gamma * (values[i + 1] if i + 1 < len(steps) else 0.0) - values[i] for i in range(len(steps))
+        ]
         for i, t in enumerate(steps):
             advantages[t] = sum(decay**later * error for later, error in enumerate(errors[i:]))
             returns[t] = advantages[t] + values[i]
@@ -107,8 +116,14 @@ def test_rows_without_valid_tokens_have_no_advantages():
 
 def test_value_loss_is_the_larger_of_two_squares():
     values_T = torch.tensor([1.0, 0.0, 5.0], requires_grad=True)
-    old_T, returns_T, mask_T = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([2.0, 1.0, 9.0]), torch.tensor([1.0, 1.0, 0.0])
-    loss, metrics = value_loss(values_T, old_T, returns_T, mask_T, ValueLossConfig(scale=0.5, cliprange=0.2), num_tokens=2)
+    old_T, returns_T, mask_T = (
+        torch.tensor([0.0, 0.0, 0.0]),
+        torch.tensor([2.0, 1.0, 9.0]),
+        torch.tensor([1.0, 1.0, 0.0]),
+    )
+    loss, metrics = value_loss(
+        values_T, old_T, returns_T, mask_T, ValueLossConfig(scale=0.5, cliprange=0.2), num_tokens=2
+    )
     # The first value has gone beyond 0.2, so that its loss is held at (0.2 - 2)^2 and has no gradient.
     assert float(loss.detach()) == pytest.approx(0.5 * 0.5 * (1.8**2 + 1.0) / 2)
     loss.backward()
@@ -124,9 +139,12 @@ def test_rows_of_values_add_up_to_the_mean_over_their_tokens():
     mask = (torch.rand(12, generator=draw) > 0.3).float()
     count = float(mask.sum())
     parts = [
-        value_loss(values[s], values[s], returns[s], mask[s], ValueLossConfig(), num_tokens=count)[0] for s in (slice(5), slice(5, 12))
+        value_loss(values[s], values[s], returns[s], mask[s], ValueLossConfig(), num_tokens=count)[0]
+        for s in (slice(5), slice(5, 12))
     ]
-    assert sum(float(part) for part in parts) == pytest.approx(0.5 * float(((values - returns).square() * mask).sum()) / count)
+    assert sum(float(part) for part in parts) == pytest.approx(
+        0.5 * float(((values - returns).square() * mask).sum()) / count
+    )
 
 
 def test_explained_variance_is_one_minus_that_of_the_residuals():
@@ -138,7 +156,9 @@ def test_explained_variance_is_one_minus_that_of_the_residuals():
     # Of several updates together, whatever their sizes and however easy each is alone.
     for part in (slice(10), slice(10, 50)):
         values, returns = values_T[part], returns_T[part]
-        _, sums = value_loss(values, values, returns, torch.ones_like(values), ValueLossConfig(), num_tokens=len(values))
+        _, sums = value_loss(
+            values, values, returns, torch.ones_like(values), ValueLossConfig(), num_tokens=len(values)
+        )
         updates.append({name: float(value) for name, value in sums.items()} | {"num_valid_tokens": float(len(values))})
     wanted = 1 - float((returns_T - values_T).var(correction=0) / returns_T.var(correction=0))
     assert explained_variance(updates) == pytest.approx(wanted, abs=1e-4)

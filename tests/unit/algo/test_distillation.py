@@ -11,7 +11,17 @@ import torch
 from mrl.algo.distillation import StudentScores, distillation_loss, sequences_to_teach
 from mrl.config.schema.algo import LossConfig
 from mrl.data.packing import pack_row, split_teacher
-from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, TeacherTokens, Turn, Verdict
+from mrl.types import (
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    RolloutInfo,
+    RolloutRequest,
+    SamplingParams,
+    TeacherTokens,
+    Turn,
+    Verdict,
+)
 from tests.rollouts import pulled
 
 # Two tokens at one position: the teacher says 3/4 and 1/4, the student 1/2 and 1/2.
@@ -32,7 +42,9 @@ REVERSE = 0.5 * math.log(2 / 3) + 0.5 * math.log(2.0)
 def test_divergences_worked_by_hand(config: LossConfig, wanted: float):
     loss, metrics = distillation_loss(StudentScores(STUDENT), TEACHER, torch.tensor([0.5]), config)
     assert float(loss) == pytest.approx(0.5 * wanted, abs=1e-7)
-    assert float(metrics["kl_forward"]) == pytest.approx(0.5 * FORWARD) and float(metrics["kl_reverse"]) == pytest.approx(0.5 * REVERSE)
+    assert float(metrics["kl_forward"]) == pytest.approx(0.5 * FORWARD) and float(
+        metrics["kl_reverse"]
+    ) == pytest.approx(0.5 * REVERSE)
 
 
 def test_what_the_student_does_outside_costs_a_hundred_nats():
@@ -65,7 +77,11 @@ def test_all_sequences_of_an_agents_rollout_are_taught_but_what_nobody_sampled()
     further = replace(first, place=1)
     rollouts, verdict = (replace(first, further=(further,)), nothing), Verdict(0.0, False, "error", "", "")
     found = sequences_to_teach([RolloutGroup(Prompt("p", (1,), "", "", "math"), rollouts, (verdict, verdict))])
-    assert [(sequence.rollout, sequence.is_valid) for sequence in found] == [(rollouts[0], True), (further, True), (nothing, False)]
+    assert [(sequence.rollout, sequence.is_valid) for sequence in found] == [
+        (rollouts[0], True),
+        (further, True),
+        (nothing, False),
+    ]
 
 
 def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
@@ -74,7 +90,10 @@ def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
     # The environment's token between two turns is nobody's.
     two_turns = replace(rollout, earlier_turns=(Turn(0, 2, 1),), last_turn_start=3)
     rng = np.random.default_rng(0)
-    said = [TeacherTokens(rng.normal(size=(n, 2)).astype(np.float32), rng.integers(0, 9, (n, 2)).astype(np.int32)) for n in (4, 3)]
+    said = [
+        TeacherTokens(rng.normal(size=(n, 2)).astype(np.float32), rng.integers(0, 9, (n, 2)).astype(np.int32))
+        for n in (4, 3)
+    ]
     made = {7: pulled(rollout, 0.0, True, teacher=said[0]), 3: pulled(two_turns, 0.0, True, teacher=said[1])}
     row = pack_row(made, divisible_by=8, pad_token_id=0)
     assert row.teacher is not None and row.teacher.scores_TK.shape == (16, 2)
@@ -83,6 +102,8 @@ def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
     back = split_teacher(row, row.teacher.scores_TK, row.teacher.token_ids_TK)
     assert sorted(back) == [3, 7]
     for index, wanted in ((7, said[0]), (3, said[1])):
-        assert np.array_equal(back[index].scores, wanted.scores) and np.array_equal(back[index].token_ids, wanted.token_ids)
+        assert np.array_equal(back[index].scores, wanted.scores) and np.array_equal(
+            back[index].token_ids, wanted.token_ids
+        )
     assert back[7].token_ids.dtype == np.int32
     assert pack_row({7: replace(made[7], teacher=None)}, divisible_by=8, pad_token_id=0).teacher is None

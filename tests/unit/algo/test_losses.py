@@ -14,9 +14,13 @@ from mrl.config.schema.algo import LossConfig
 from mrl.metrics import extreme_of
 from tests.unit.algo.loss_batches import Batch, fast_loss, random_batch
 
-CONFIG = LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.2, ratio_clip_max=0.3, use_importance_sampling_correction=True)
+CONFIG = LossConfig(
+    reference_policy_kl_penalty=0.0, ratio_clip_min=0.2, ratio_clip_max=0.3, use_importance_sampling_correction=True
+)
 KL = replace(CONFIG, reference_policy_kl_penalty=0.3)
-GSPO = replace(CONFIG, sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.02, ratio_clip_max=0.05)
+GSPO = replace(
+    CONFIG, sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.02, ratio_clip_max=0.05
+)
 BOUNDS = dict(truncated_importance_sampling_ratio=1.1, truncated_importance_sampling_ratio_min=0.9)
 
 VARIANTS = {
@@ -42,7 +46,9 @@ VARIANTS = {
     "k3": replace(KL, reference_policy_kl_type="k3"),
     "kl, clamped": replace(KL, kl_input_clamp_value=0.4, kl_output_clamp_value=0.07),
     "kl of the generator's tokens": replace(KL, use_on_policy_kl_approximation=True, kl_input_clamp_value=0.4),
-    "kl, mean over sequences": replace(KL, token_level_loss=False, kl_input_clamp_value=None, kl_output_clamp_value=None),
+    "kl, mean over sequences": replace(
+        KL, token_level_loss=False, kl_input_clamp_value=None, kl_output_clamp_value=None
+    ),
     "kl in reward": replace(KL, use_kl_in_reward=True),
     "positive examples": replace(CONFIG, positive_example_nll_weight=0.2),
 }
@@ -52,7 +58,9 @@ each_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS
 @each_variant
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), rng=st.randoms(use_true_random=False))
-def test_however_a_batch_is_cut_loss_gradient_and_metrics_are_those_of_one_row(config: LossConfig, lengths: list[int], rng: random.Random):
+def test_however_a_batch_is_cut_loss_gradient_and_metrics_are_those_of_one_row(
+    config: LossConfig, lengths: list[int], rng: random.Random
+):
     """Ranks, micro-batches and packed rows are one to the loss: other sets of sequences, with whole-batch counts."""
     whole = random_batch(rng.randrange(1000), lengths)
     order = list(range(len(lengths)))
@@ -164,7 +172,16 @@ def test_a_gspo_ratio_is_the_geometric_mean():
     # Ratios 2 and 1/2 cancel; every token of the sequence gets half of the gradient of a ratio of 1.
     log2 = math.log(2.0)
     zeros, ones = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    batch = Batch([3], torch.tensor([9.0, log2, -log2]).double(), zeros, zeros, zeros, ones, torch.tensor([0.0, 1.0, 1.0]).double(), [1.0])
+    batch = Batch(
+        [3],
+        torch.tensor([9.0, log2, -log2]).double(),
+        zeros,
+        zeros,
+        zeros,
+        ones,
+        torch.tensor([0.0, 1.0, 1.0]).double(),
+        [1.0],
+    )
     loss, gradient, metrics = fast_loss(batch, GSPO)
     assert loss == pytest.approx(-1.0)
     assert gradient.tolist() == pytest.approx([0.0, -0.5, -0.5])
@@ -184,7 +201,9 @@ def drifting(drift: list[float], lengths: list[int]) -> Batch:
     """Tokens that the generator drew with probabilities exp(-drift) times those of the trainer."""
     ones = torch.ones(sum(lengths), dtype=torch.float64)
     old = -3.0 * ones
-    return Batch(lengths, old, old, old - torch.tensor(drift, dtype=torch.float64), old, ones, ones, [1.0] * len(lengths))
+    return Batch(
+        lengths, old, old, old - torch.tensor(drift, dtype=torch.float64), old, ones, ones, [1.0] * len(lengths)
+    )
 
 
 # Weights 2 and 1/2 in the first sequence, 1.5 twice in the second.
@@ -248,10 +267,19 @@ def test_on_policy_metrics():
     batch = random_batch(0)
     batch = replace(batch, logprobs=batch.old, generator=batch.old)
     _, _, metrics = fast_loss(batch, CONFIG)
-    ones = "token_mult_prob_error probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max probs_ratio_clamped_min"
+    ones = (
+        "token_mult_prob_error probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max probs_ratio_clamped_min"
+    )
     for name in (*ones.split(), "sampling_importance_ratio"):
         assert metrics[name] == pytest.approx(1.0), name
-    for name in ("gen_kl_error", "policy_kl_error", "js_divergence_error", "mean_abs_dlogp", "clip_fraction", "kl_penalty"):
+    for name in (
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "mean_abs_dlogp",
+        "clip_fraction",
+        "kl_penalty",
+    ):
         assert metrics[name] == pytest.approx(0.0, abs=1e-15), name
     assert metrics["approx_entropy"] == pytest.approx(float(-batch.old[batch.mask > 0].mean()))
 
@@ -274,7 +302,8 @@ def test_drift_metrics_by_hand():
 
 @pytest.mark.parametrize(
     ("kind", "of_the_generator", "of_the_policy"),
-    # Drifts of log 2 and -log 4, from the generator to the policy: k1 is their mean, k2 half the mean square, k3 exp(d) - 1 - d.
+    # Drifts of log 2 and -log 4, from the generator to the policy: k1 is their mean, k2 half the mean square, k3 exp(d)
+    # - 1 - d.
     [
         ("k1", math.log(2) / 2, -math.log(2) / 2),
         ("k2", 5 * math.log(2) ** 2 / 4, 5 * math.log(2) ** 2 / 4),
@@ -312,7 +341,11 @@ def test_the_likelihood_of_good_rollouts_is_measured_where_it_is_learned():
 
 
 def test_weights_of_tokens_and_sequences():
-    mask, cu_seqlens, counts = torch.tensor([0.0, 1, 1, 0, 1, 0]), torch.tensor([0, 3, 5, 6], dtype=torch.int32), BatchSize(6, 4, 0)
+    mask, cu_seqlens, counts = (
+        torch.tensor([0.0, 1, 1, 0, 1, 0]),
+        torch.tensor([0, 3, 5, 6], dtype=torch.int32),
+        BatchSize(6, 4, 0),
+    )
     sequences = replace(CONFIG, token_level_loss=False)
     assert loss_weights(mask, cu_seqlens, CONFIG, counts).tolist() == pytest.approx([0, 1 / 6, 1 / 6, 0, 1 / 6, 0])
     assert loss_weights(mask, cu_seqlens, sequences, counts).tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 4, 0])

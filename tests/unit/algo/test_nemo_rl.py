@@ -78,16 +78,22 @@ def policy_loss(batch: Batch, config: LossConfig) -> Answers:
         cu_seqlens=bounds(batch),
     )
     num_sequences = float((mask_of(batch).sum(dim=1) > 0).sum())
-    loss, metrics = losses.policy_loss(tokens, config, losses.BatchSize(float(mask_T.sum()), num_sequences, float(positive_T.sum())))
+    loss, metrics = losses.policy_loss(
+        tokens, config, losses.BatchSize(float(mask_T.sum()), num_sequences, float(positive_T.sum()))
+    )
     return with_gradient(loss, logprobs, metrics)
 
 
 def errors(batch: Batch, config: GrpoConfig) -> Answers:
-    old_T, generator_T, mask_T = (packed(batch, values) for values in (batch["old"], batch["generator"], mask_of(batch)))
+    old_T, generator_T, mask_T = (
+        packed(batch, values) for values in (batch["old"], batch["generator"], mask_of(batch))
+    )
     errors_S = token_advantages.sequence_errors(old_T, generator_T, mask_T, bounds(batch))
     is_counted, threshold = ~errors_S.isnan(), config.seq_logprob_error_threshold
     is_kept_S = ~(errors_S > threshold) if threshold is not None else torch.ones_like(is_counted)
-    totals = token_advantages.error_metrics(errors_S[is_counted], is_kept_S[is_counted], batch["rewards"].round()[is_counted])
+    totals = token_advantages.error_metrics(
+        errors_S[is_counted], is_kept_S[is_counted], batch["rewards"].round()[is_counted]
+    )
     metrics = token_advantages.finish_error_metrics({name: float(value) for name, value in totals.items()})
     return {"mask": batch["sample_mask"] * is_kept_S} | metrics
 
@@ -99,9 +105,13 @@ def gae(batch: Batch, config: GaeConfig, loss: LossConfig) -> Answers:
     kl_T = token_advantages.kl_penalty(old_T, reference_T, mask_T, loss) if loss.use_kl_in_reward else None
     row = critic.ValuedRow(values_T, batch["rewards"], mask_T, bounds(batch), kl_T)
     found = {}
-    for name, (values_T,) in zip(("advantages", "returns"), critic.gae_of_rows([row], config, lambda total: total), strict=True):
+    for name, (values_T,) in zip(
+        ("advantages", "returns"), critic.gae_of_rows([row], config, lambda total: total), strict=True
+    ):
         found[name] = torch.zeros_like(batch["old"])
-        for values, part in zip(found[name], (values_T * (mask_T > 0)).split(batch["lengths"].int().tolist()), strict=True):
+        for values, part in zip(
+            found[name], (values_T * (mask_T > 0)).split(batch["lengths"].int().tolist()), strict=True
+        ):
             values[: len(part)] = part
     return found
 
@@ -109,8 +119,12 @@ def gae(batch: Batch, config: GaeConfig, loss: LossConfig) -> Answers:
 def value_loss(batch: Batch, config: ValueLossConfig) -> Answers:
     values = batch["values"].clone().requires_grad_()
     old_T, new_T, returns_T, mask_T = (packed(batch, part) for part in (*values, mask_of(batch)))
-    loss, sums = critic.value_loss(new_T, old_T.detach(), returns_T.detach(), mask_T, config, num_tokens=float(mask_of(batch).sum()))
-    found = with_gradient(loss, values, critic.finish_value_metrics({name: float(value) for name, value in sums.items()}))
+    loss, sums = critic.value_loss(
+        new_T, old_T.detach(), returns_T.detach(), mask_T, config, num_tokens=float(mask_of(batch).sum())
+    )
+    found = with_gradient(
+        loss, values, critic.finish_value_metrics({name: float(value) for name, value in sums.items()})
+    )
     return found | {"gradient": torch.as_tensor(found["gradient"])[1]}
 
 
@@ -162,8 +176,12 @@ def advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> Answers:
     sequences, metrics = train_sequences(groups, grpo, compares_rollouts=not is_taught)
     mask_BS = torch.zeros_like(batch["logprobs"])
     fixed_BS = torch.full_like(mask_BS, torch.nan)
-    for mask, fixed, sequence, (first, second) in zip(mask_BS, fixed_BS, sequences, batch["lengths"].int().tolist(), strict=True):
-        mask[PROMPT : PROMPT + first] = mask[PROMPT + first + 1 : PROMPT + first + 1 + second] = float(sequence.is_valid)
+    for mask, fixed, sequence, (first, second) in zip(
+        mask_BS, fixed_BS, sequences, batch["lengths"].int().tolist(), strict=True
+    ):
+        mask[PROMPT : PROMPT + first] = mask[PROMPT + first + 1 : PROMPT + first + 1 + second] = float(
+            sequence.is_valid
+        )
         for span in sequence.fixed_advantages:
             fixed[PROMPT + span.start : PROMPT + span.stop] = span.advantage
     values_BS = torch.tensor([sequence.advantage for sequence in sequences]).double()[:, None].expand_as(mask_BS)
@@ -172,17 +190,25 @@ def advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> Answers:
         penalties = list(token_advantages.kl_penalty(batch["logprobs"], batch["reference"], mask_BS, loss))
     if is_taught:
         penalties = list(-token_advantages.teacher_gap(batch["reference"], batch["logprobs"], mask_BS))
-    found = token_advantages.token_advantages(list(values_BS), list(fixed_BS), list(mask_BS), penalties, grpo, lambda total: total)
+    found = token_advantages.token_advantages(
+        list(values_BS), list(fixed_BS), list(mask_BS), penalties, grpo, lambda total: total
+    )
     return {"advantages": torch.stack(found)} | {name.removeprefix("train/"): value for name, value in metrics.items()}
 
 
 def rewards(batch: Batch, grpo: GrpoConfig) -> Answers:
     groups = list(groups_of(batch, has_components=False))
     shaped = [reward for group in groups for reward in shaped_rewards(group, grpo)]
-    return {"rewards": torch.tensor(shaped).double(), "kept": torch.tensor([float(has_signal(group, GrpoConfig())) for group in groups])}
+    return {
+        "rewards": torch.tensor(shaped).double(),
+        "kept": torch.tensor([float(has_signal(group, GrpoConfig())) for group in groups]),
+    }
 
 
-OURS = {function.__name__: function for function in (policy_loss, errors, gae, value_loss, advantages, rewards, distillation)}
+OURS = {
+    function.__name__: function
+    for function in (policy_loss, errors, gae, value_loss, advantages, rewards, distillation)
+}
 
 
 def difference(ours: Tensor | float, theirs: Tensor) -> float:
@@ -197,7 +223,9 @@ def difference(ours: Tensor | float, theirs: Tensor) -> float:
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 

@@ -14,7 +14,9 @@ KINDS = ("k1", "k2", "k3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kl_gradient_equals_finite_differences(kind: str):
     reference = torch.zeros(9, dtype=torch.float64)
-    logprobs = torch.tensor([-3.0, -1.5, -0.7, -0.01, 0.0, 0.01, 0.4, 1.5, 3.0], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.tensor(
+        [-3.0, -1.5, -0.7, -0.01, 0.0, 0.01, 0.4, 1.5, 3.0], dtype=torch.float64, requires_grad=True
+    )
 
     def kl(x: torch.Tensor) -> torch.Tensor:
         return kl_divergence(x, reference, kl_type=kind, input_clamp=2.0, output_clamp=1.7)  # type: ignore[arg-type]  # parametrized
@@ -29,7 +31,10 @@ def test_kl_gradient_equals_finite_differences(kind: str):
 
 def test_kl_clamps_hold_the_value():
     far = torch.tensor([-100.0, 100.0])
-    assert kl_divergence(far, torch.zeros(2), kl_type="k3", input_clamp=20.0, output_clamp=10.0).tolist() == [10.0, 10.0]
+    assert kl_divergence(far, torch.zeros(2), kl_type="k3", input_clamp=20.0, output_clamp=10.0).tolist() == [
+        10.0,
+        10.0,
+    ]
     assert kl_divergence(far, torch.zeros(2), kl_type="k1", input_clamp=20.0).tolist() == [-20.0, 20.0]
 
 
@@ -39,7 +44,10 @@ def test_no_gradient_of_the_loss_passes_a_clamp(kind, clamp: dict[str, float]):
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     batch = Batch([1], zero - 4.0, zero - 4.0, zero - 4.0, zero - 1.0, zero, one, [0.0])
     config = LossConfig(
-        reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, kl_input_clamp_value=None, kl_output_clamp_value=None
+        reference_policy_kl_penalty=1.0,
+        reference_policy_kl_type=kind,
+        kl_input_clamp_value=None,
+        kl_output_clamp_value=None,
     )
     assert fast_loss(batch, config)[1].any()
     assert not fast_loss(batch, replace(config, **clamp))[1].any()

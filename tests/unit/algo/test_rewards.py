@@ -29,7 +29,9 @@ from mrl.types import RolloutGroup, Verdict
 from tests.unit.algo.groups import group
 
 SCALING = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=10.0)
-OVERLONG = RewardShapingConfig(enabled=True, overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
+OVERLONG = RewardShapingConfig(
+    enabled=True, overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10
+)
 CONFIG = GrpoConfig()
 
 
@@ -52,7 +54,8 @@ def test_overlong_penalty_by_hand(length: int, reward: float):
 
 
 def test_effort_by_hand():
-    # As nemo_rl/experience/rollouts.py at 7ea279a, _apply_effort_shaping: of answers of 5, 10, 20 and 100 tokens against 10.
+    # As nemo_rl/experience/rollouts.py at 7ea279a, _apply_effort_shaping: of answers of 5, 10, 20 and 100 tokens
+    # against 10.
     effort = EffortConfig(low_weight=0.5, low_penalty=0.2, low_ub=10, low_string="{short}")
     lengths = [5, 10, 20, 100, 20, 20]
     asked = group([1.0, 1.0, 1.0, 0.0, 1.0, 0.0], lengths=lengths, invalid=[4])
@@ -60,14 +63,18 @@ def test_effort_by_hand():
     asked = replace(asked, prompt=replace(asked.prompt, text="2+2? {short}"), verdicts=verdicts)
     assert shape_effort(asked, effort).rewards == pytest.approx([1.25, 1.0, 0.9, -0.9, 1.0, 0.0])
     # The last of several answers counts.
-    two = replace(asked, rollouts=tuple(replace(rollout, last_turn_start=rollout.length - 5) for rollout in asked.rollouts))
+    two = replace(
+        asked, rollouts=tuple(replace(rollout, last_turn_start=rollout.length - 5) for rollout in asked.rollouts)
+    )
     assert shape_effort(two, effort).rewards[:4] == [1.25, 1.25, 1.25, 0.0]
     for off in (replace(effort, low_weight=0.0), replace(effort, low_string=""), replace(effort, low_string="{long}")):
         assert shape_effort(asked, off) is asked
 
 
 def test_what_was_cut_off_keeps_a_share_of_its_reward():
-    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25, overlong_buffer_length=1, overlong_buffer_penalty=9.0)
+    shaping = RewardShapingConfig(
+        enabled=True, stop_properly_penalty_coef=0.25, overlong_buffer_length=1, overlong_buffer_penalty=9.0
+    )
     config = GrpoConfig(reward_shaping=shaping)
     assert shaped_rewards(group([1.0, 1.0, -2.0], lengths=[4, 4, 99], cut_off=[1, 2]), config) == [1.0, 0.25, -0.5]
 
@@ -106,7 +113,9 @@ def test_groups_with_and_without_signal():
 
 
 def test_rewards_that_differ_by_length_alone_are_no_signal():
-    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=1.0, max_response_length=4)
+    shaping = RewardShapingConfig(
+        enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=1.0, max_response_length=4
+    )
     assert not has_signal(group([1.0, 1.0], lengths=[1, 9]), GrpoConfig(reward_shaping=shaping))
 
 
@@ -136,7 +145,9 @@ GDPO = GrpoConfig(adv_estimator=AdvantageEstimatorConfig(name="gdpo"))
 
 def in_parts(length: int = 4, parts: list[dict[str, float]] = PARTS) -> RolloutGroup:
     plain = group([sum(part.values()) for part in parts], lengths=[4, length], cut_off=[1])
-    return replace(plain, verdicts=tuple(replace(v, components=own) for v, own in zip(plain.verdicts, parts, strict=True)))
+    return replace(
+        plain, verdicts=tuple(replace(v, components=own) for v, own in zip(plain.verdicts, parts, strict=True))
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,11 +159,17 @@ def in_parts(length: int = 4, parts: list[dict[str, float]] = PARTS) -> RolloutG
         # 100 tokens against 10: l = 0.5 * (1 - 10) = -4.5, and the penalty 0.2 * 4.5.
         (lambda: shape_effort(asked(in_parts(100)), EFFORT).verdicts, 0.6, {"right": 0.05, "form": 0.55}),
         (lambda: shape_effort(asked(in_parts(5)), EFFORT).verdicts, 1.875, {"right": 0.625, "form": 1.25}),
-        (lambda: [amend(v, Remarks(("unwanted_token",))) for v in in_parts().verdicts], 0.0, {"right": 0.0, "form": 0.0}),
+        (
+            lambda: [amend(v, Remarks(("unwanted_token",))) for v in in_parts().verdicts],
+            0.0,
+            {"right": 0.0, "form": 0.0},
+        ),
         (lambda: scaled(in_parts(), GrpoConfig(reward_scaling=SCALING)), 6.25, {"right": 3.75, "form": 5.0}),
     ],
 )
-def test_what_changes_a_reward_changes_its_components(changed: Callable[[], Sequence[Verdict]], total: float, parts: dict[str, float]):
+def test_what_changes_a_reward_changes_its_components(
+    changed: Callable[[], Sequence[Verdict]], total: float, parts: dict[str, float]
+):
     verdict = changed()[1]
     assert verdict.reward == pytest.approx(total) and verdict.components == pytest.approx(parts)
 
@@ -168,7 +185,11 @@ def asked(judged: RolloutGroup) -> RolloutGroup:
 def test_shaped_gdpo_is_gdpo_of_shaped_components():
     config = replace(GDPO, reward_shaping=STOPS)
     by_hand = in_parts(parts=[PARTS[0], {"right": 0.125, "form": 0.25}])
-    assert batch_advantages([in_parts()], config) == batch_advantages([by_hand], GDPO) != batch_advantages([in_parts()], GDPO)
+    assert (
+        batch_advantages([in_parts()], config)
+        == batch_advantages([by_hand], GDPO)
+        != batch_advantages([in_parts()], GDPO)
+    )
 
 
 def test_equal_totals_of_different_components_are_a_signal_for_gdpo_alone():
@@ -184,4 +205,7 @@ def test_equal_totals_of_different_components_are_a_signal_for_gdpo_alone():
     # One is as much better in one component as it is worse in the other, unless one counts more.
     sequences, _ = train_sequences([judged], weighted(2.0, 1.0))
     assert SignalWatch(1).note(1, [judged], sequences) is None
-    assert rollout_metrics([judged, equal], GDPO, seconds=1.0, num_engine_restarts=0)["rollout/groups_without_signal"] == 1.0
+    assert (
+        rollout_metrics([judged, equal], GDPO, seconds=1.0, num_engine_restarts=0)["rollout/groups_without_signal"]
+        == 1.0
+    )

@@ -6,7 +6,9 @@ from mrl.config.schema.algo import AdvantageEstimatorConfig, GrpoConfig, RewardS
 from mrl.types import FixedAdvantage, Flaw, RolloutGroup
 from tests.unit.algo.groups import group
 
-PLAIN = GrpoConfig(adv_estimator=AdvantageEstimatorConfig("grpo", normalize_rewards=False, use_leave_one_out_baseline=True))
+PLAIN = GrpoConfig(
+    adv_estimator=AdvantageEstimatorConfig("grpo", normalize_rewards=False, use_leave_one_out_baseline=True)
+)
 
 
 def with_flaws(judged: RolloutGroup, *flaws: tuple[Flaw, ...]) -> RolloutGroup:
@@ -24,8 +26,14 @@ def test_sequences_in_the_order_of_the_groups():
 
 
 def test_overlong_rollouts_count_in_the_baseline_but_not_in_the_loss():
-    sequences, metrics = train_sequences([group([1.0, 0.0, 0.0], cut_off=[1, 2], invalid=[2])], replace(PLAIN, overlong_filtering=True))
-    assert [(sequence.advantage, sequence.is_valid) for sequence in sequences] == [(1.0, True), (0.0, False), (0.0, False)]
+    sequences, metrics = train_sequences(
+        [group([1.0, 0.0, 0.0], cut_off=[1, 2], invalid=[2])], replace(PLAIN, overlong_filtering=True)
+    )
+    assert [(sequence.advantage, sequence.is_valid) for sequence in sequences] == [
+        (1.0, True),
+        (0.0, False),
+        (0.0, False),
+    ]
     assert metrics == {"train/num_overlong_filtered": 1.0}
 
 

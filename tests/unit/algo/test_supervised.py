@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from mrl.algo.supervised import bradley_terry_loss, dpo_loss, nll_loss, perplexity
 from mrl.config.schema.algo import DpoConfig
 
-CONFIG = DpoConfig(reference_policy_kl_penalty=0.5, sft_average_log_probs=False, preference_loss_weight=2.0, sft_loss_weight=0.25)
+CONFIG = DpoConfig(
+    reference_policy_kl_penalty=0.5, sft_average_log_probs=False, preference_loss_weight=2.0, sft_loss_weight=0.25
+)
 
 
 def test_a_row_by_hand():
@@ -43,7 +45,13 @@ def test_a_pair_by_hand():
     expected = (math.log(1 + math.exp(-1.0)) + math.log(2.0)) / 4
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
-        {"loss": expected, "accuracy": 0.25, "rewards_chosen_mean": 0.75, "rewards_rejected_mean": 0.25, "rewards_margin_mean": 0.5},
+        {
+            "loss": expected,
+            "accuracy": 0.25,
+            "rewards_chosen_mean": 0.75,
+            "rewards_rejected_mean": 0.25,
+            "rewards_margin_mean": 0.5,
+        },
         rel=1e-6,
     )
 
@@ -63,7 +71,9 @@ pairs = st.lists(st.tuples(*[st.floats(-30.0, 30.0)] * 3), min_size=1, max_size=
 @given(pairs, st.integers(0, 8))
 def test_rows_add_up_to_the_loss_of_a_loop_over_pairs(values: list[tuple[float, float, float]], cut: int):
     def row(part: list[tuple[float, float, float]]) -> float:
-        ratios = torch.tensor([ratio for chosen, rejected, _ in part for ratio in (chosen, rejected)], dtype=torch.float64)
+        ratios = torch.tensor(
+            [ratio for chosen, rejected, _ in part for ratio in (chosen, rejected)], dtype=torch.float64
+        )
         logprobs = torch.tensor([logprob for _, _, logprob in part], dtype=torch.float64)
         return dpo_loss(ratios, logprobs, num_pairs=len(values), config=CONFIG)[0].item()
 

@@ -38,7 +38,9 @@ def test_tokens_outside_of_the_trainers_nucleus_are_no_error():
 
 def test_metrics_of_errors_by_hand():
     errors, is_kept = torch.tensor([1.0, 4.0, 1.5, 3.0]), torch.tensor([True, False, True, False])
-    totals = {name: float(value) for name, value in error_metrics(errors, is_kept, torch.tensor([1.0, 1.0, 0.0, 0.0])).items()}
+    totals = {
+        name: float(value) for name, value in error_metrics(errors, is_kept, torch.tensor([1.0, 1.0, 0.0, 0.0])).items()
+    }
     assert finish_error_metrics(totals) == {
         "mean_seq_mult_prob_error": 2.375,
         "min_seq_mult_prob_error": 1.0,
@@ -57,7 +59,9 @@ def test_metrics_of_no_sequence_are_zero():
     assert set(finish_error_metrics(totals).values()) == {0.0}
 
 
-def advantages_of(config: GrpoConfig, values: list[float], mask: list[float], fixed: list[float], kl: list[float] | None = None):
+def advantages_of(
+    config: GrpoConfig, values: list[float], mask: list[float], fixed: list[float], kl: list[float] | None = None
+):
     tensors = [torch.tensor(row) for row in (values, fixed, mask)]
     penalties = None if kl is None else [torch.tensor(kl)]
     (found,) = token_advantages(tensors[:1], tensors[1:2], tensors[2:], penalties, config, alone)

@@ -20,7 +20,9 @@ def _multiply(left, right, product, SIZE: tl.constexpr):
 if __name__ == "__main__":
     for capability in (80, 90, 100):
         source = ASTSource(
-            _multiply, {**dict.fromkeys(("left", "right", "product"), "*fp32"), "SIZE": "constexpr"}, constexprs={"SIZE": 64}
+            _multiply,
+            {**dict.fromkeys(("left", "right", "product"), "*fp32"), "SIZE": "constexpr"},
+            constexprs={"SIZE": 64},
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
         print(len(re.findall(r"mma.*tf32", compiled.asm["ptx"])))

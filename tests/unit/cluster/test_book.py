@@ -37,7 +37,9 @@ class Engines:
     def __post_init__(self) -> None:
         limits = {"max_fruitless_restarts": self.max_fruitless, "num_calls": self.num_calls}
         self.news = News()
-        self.book = RequestBook[RolloutRequest, str]("engine", self.num_engines, self.call, self.lose, news=self.news, **limits)
+        self.book = RequestBook[RolloutRequest, str](
+            "engine", self.num_engines, self.call, self.lose, news=self.news, **limits
+        )
         self.answers: dict[str, str] = {}
 
     async def call(self, index: int, requests: list[RolloutRequest]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits and variables that Ray's daemons do not survive, each set in a process of its own, and what daemons' logs say."""
+"""Limits and variables that Ray's daemons do not survive, each set in a process of its own, and what daemons'
+logs say.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def found(variables: dict[str, str] | None = None, *, prelude: str = "", ask: st
     """The obstacles that a process finds under these variables, after `prelude`."""
     environment = os.environ | (variables or {})
     command = [sys.executable, "-c", f"import os, resource, socket\n{prelude}\n{ask}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S
+    )
     assert not done.stdout or done.stdout.endswith("\n"), done.stderr
     return done.stdout.splitlines()
 
 
 def test_a_usual_host_has_no_obstacle():
-    assert found({"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "0", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "1"}) == [""]
+    assert found({"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "0", "PYTHONWARNINGS": "ignore", "PYTHONOPTIMIZE": "1"}) == [
+        ""
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +79,22 @@ def test_gpus_need_all_addresses():
 
 def test_a_host_without_loopback_is_named():
     """Nothing answers at a port without a listener, as on an interface that is down."""
-    prelude = "socket.create_connection = lambda *_, **__: (_ for _ in ()).throw(OSError(101, 'Network is unreachable'))"
+    prelude = (
+        "socket.create_connection = lambda *_, **__: (_ for _ in ()).throw(OSError(101, 'Network is unreachable'))"
+    )
     (line,) = found(prelude=prelude)
-    assert line.startswith("127.0.0.1 does not answer ([Errno 101] Network is unreachable)") and "ip link set lo up" in line
+    assert (
+        line.startswith("127.0.0.1 does not answer ([Errno 101] Network is unreachable)")
+        and "ip link set lo up" in line
+    )
 
 
 def test_too_few_processes_are_named_with_what_a_run_takes():
     prelude = "from mrl.cluster import daemons\ndaemons.free_threads = lambda: (199, 1)"
     (line,) = found(prelude=prelude)
-    assert line.startswith("limit of processes (ulimit -u, pids.max) leaves 199 threads: the driver, Ray and 1 slot take 265")
+    assert line.startswith(
+        "limit of processes (ulimit -u, pids.max) leaves 199 threads: the driver, Ray and 1 slot take 265"
+    )
 
 
 # Lines of Ray 2.60 under PYTHONOPTIMIZE=2 and under a full session folder, shortened.
@@ -96,7 +109,8 @@ TypeError: unsupported operand type(s) for +=: 'NoneType' and 'str'
 """
 RAYLET = """
 [2026-11-28 06:06:06,100 I 19772 19772] (raylet) main.cc:1: Starting
-[2026-11-28 06:06:06,805 E 19772 19812] (raylet) agent_manager.cc:87: The raylet exited immediately because one agent failed
+[2026-11-28 06:06:06,805 E 19772 19812] (raylet) agent_manager.cc:87: The raylet exited immediately because \
+one agent failed
 [2026-11-28 06:06:06,807 I 19772 19797] (raylet) accessor.cc:204: Unregistering node
 """
 

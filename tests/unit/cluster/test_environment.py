@@ -49,7 +49,9 @@ def test_only_policy_ranks_use_expandable_segments():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_engines_do_not_inherit_expandable_segments(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str):
+def test_engines_do_not_inherit_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+):
     inherited = f"expandable_segments:True,max_split_size_mb:{100 + len(name)}"
     monkeypatch.setenv(name, inherited)
     rest = inherited.removeprefix("expandable_segments:True,")
@@ -91,7 +93,9 @@ def test_a_start_times_no_kernel_of_mamba_unless_it_is_asked_to():
     assert pinned["MAMBA_DETERMINISTIC"] == "1" and pinned["TRITON_CACHE_AUTOTUNING"] != "1"
     code = "import triton; print(triton.knobs.autotuning.cache)"
     for variables in (pinned, engine_variables(run_config(), {})):
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, timeout=HANG_S)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, timeout=HANG_S
+        )
         assert done.stdout == "True\n", done.stderr
     tuned = run_config()
     tuned.policy.megatron_cfg.tune_kernels = True
@@ -117,7 +121,9 @@ with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.set_devic
         print(taken)
 """
     shell = os.environ | device_variables(has_gpu=True)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=shell, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=shell, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.stdout == "[(3, False, False)]\n", done.stderr
 
 
@@ -151,7 +157,8 @@ def test_the_temporary_files_of_an_engine_go_with_it(tmp_path: Path):
 import os, signal, subprocess, sys, tempfile
 from mrl.cluster.environment import own_temporary_folder
 kept = own_temporary_folder()
-child = subprocess.run([sys.executable, "-c", "import tempfile; open(f'{tempfile.gettempdir()}/vllm_dist_1', 'w')"], check=True)
+code = "import tempfile; open(f'{tempfile.gettempdir()}/vllm_dist_1', 'w')"
+child = subprocess.run([sys.executable, "-c", code], check=True)
 open(f"{tempfile.gettempdir()}/vllm_dist_2", "w")
 print(kept.path, oct(kept.path.stat().st_mode)[-3:], *sorted(os.listdir(kept.path)), flush=True)
 if sys.argv[1:]:
@@ -161,7 +168,12 @@ if sys.argv[1:]:
     def start(*words: str) -> Path:
         shell = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, "-c", script, *words], env=shell, capture_output=True, text=True, timeout=HANG_S, check=False
+            [sys.executable, "-c", script, *words],
+            env=shell,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
         )
         path, *rest = done.stdout.split()
         assert rest == ["700", "vllm_dist_1", "vllm_dist_2"] and Path(path).parent == tmp_path, done.stderr

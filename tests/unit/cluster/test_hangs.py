@@ -16,7 +16,9 @@ NAMES = ("driver", "policy rank 0", "policy rank 1", "engine 0", "raylet")
 Change = Callable[[float, str], dict]
 
 
-def reading(now: float, name: str, *, state: str = "S", core_share: float = 0.0, num_done: int = 0, **facts) -> ProcessReading:
+def reading(
+    now: float, name: str, *, state: str = "S", core_share: float = 0.0, num_done: int = 0, **facts
+) -> ProcessReading:
     pid = 100 + NAMES.index(name)
     return ProcessReading(name, pid, "host", state, cpu_s=core_share * now, io_bytes=0, num_done=num_done, **facts)
 
@@ -39,7 +41,12 @@ def wait(what: str, *names: str, since: float = 0.0) -> Wait:
 
 
 def test_a_run_that_makes_spans_is_left_alone():
-    assert follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now)}, [wait("train_step", "policy rank 0")], end=600) is None
+    assert (
+        follow(
+            HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now)}, [wait("train_step", "policy rank 0")], end=600
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("victim", NAMES)
@@ -54,7 +61,10 @@ def test_a_stopped_process_is_named_though_others_go_on(victim: str):
 
 
 def test_a_process_that_was_stopped_for_a_while_is_not_named():
-    assert follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now), "state": "T" if now % 45 else "S"}, end=600) is None
+    assert (
+        follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now), "state": "T" if now % 45 else "S"}, end=600)
+        is None
+    )
 
 
 def test_a_file_system_that_does_not_answer_is_told_from_a_busy_one():
@@ -111,7 +121,9 @@ def test_a_driver_that_waits_for_nobody_is_named_itself():
 
 
 def test_a_complaint_is_reported_by_the_name_of_who_gave_no_answer(monkeypatch: pytest.MonkeyPatch):
-    timed_out = RuntimeError("policy rank 0 failed in begin_save: [gloo] Timed out waiting 30000ms for recv operation to complete")
+    timed_out = RuntimeError(
+        "policy rank 0 failed in begin_save: [gloo] Timed out waiting 30000ms for recv operation to complete"
+    )
     own_fault = RuntimeError("policy rank 0 failed in begin_save: no space left")
     assert who_is_to_blame(own_fault, ["policy rank 1"], what="begin_save") is None
     assert who_is_to_blame(timed_out, [], what="begin_save") is None

@@ -59,5 +59,6 @@ def test_samples_are_taken_and_delivered_at_their_intervals(monkeypatch: pytest.
 
     sample_until(has_ended, sample, log, 5.0, 12.0)
     assert taken == [5.0, 10.0, 15.0, 20.0, 25.0]
-    # A node that gave nothing is left out. The first delivery waits for the third sample; the last samples come at the end.
+    # A node that gave nothing is left out. The first delivery waits for the third sample; the last samples come at the
+    # end.
     assert delivered == [(1.0, 5.0, 15.0), (3.0, 15.0, 15.0), (4.0, 20.0, 25.0), (5.0, 25.0, 25.0)]

@@ -29,7 +29,8 @@ import os, subprocess, sys
 from pathlib import Path
 from mrl.cluster.lifetime import MARK, processes_of, start_reaper
 reaper = start_reaper(Path(sys.argv[1]))
-command = [sys.executable, "-c", "import setproctitle, time; setproctitle.setproctitle('renamed'); print(flush=True); time.sleep(6000)"]
+code = "import setproctitle, time; setproctitle.setproctitle('renamed'); print(flush=True); time.sleep(6000)"
+command = [sys.executable, "-c", code]
 child = subprocess.Popen(command, env={MARK: os.environ[MARK], **os.environ}, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(Path(f"/proc/{child.pid}/cmdline").read_text().strip("\\0"), child.pid in processes_of(sys.argv[1]))
@@ -72,7 +73,9 @@ def test_a_clean_end_waits_until_everything_is_gone(tmp_path: Path):
 def test_a_process_that_renames_itself_is_still_found(tmp_path: Path):
     folder = tmp_path / "session"
     folder.mkdir()
-    output = subprocess.run([sys.executable, "-c", RENAMED, str(folder)], capture_output=True, text=True, timeout=HANG_S, check=True)
+    output = subprocess.run(
+        [sys.executable, "-c", RENAMED, str(folder)], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert output.stdout.split() == ["renamed", "True"]
 
 

@@ -23,7 +23,10 @@ def test_lost_nodes_are_named_with_what_is_lost(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(members.socket, "create_connection", connect_or_wait)
         monkeypatch.setattr(members, "members", [Member(host, "127.0.0.1", port) for host, port in places])
-        expected = "Ray's raylet on node gone (127.0.0.1) died and node dark (127.0.0.1) is down, or its network is (timed out)"
+        expected = (
+            "Ray's raylet on node gone (127.0.0.1) died and node dark (127.0.0.1) is down, or its network "
+            "is (timed out)"
+        )
         assert lost_nodes() == expected
         # A head that does not answer may be there again in a moment.
         said = {}

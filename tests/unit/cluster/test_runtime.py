@@ -32,13 +32,17 @@ def test_a_start_that_hangs_leaves_time_for_the_next(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr(runtime, "kill_processes", lambda _: killed.release())
-    monkeypatch.setattr(runtime, "STARTS", (SHARE_S / HANG_S, SHARE_S / HANG_S, SHARE_S / HANG_S if num_hanging == 3 else 1.0))
+    monkeypatch.setattr(
+        runtime, "STARTS", (SHARE_S / HANG_S, SHARE_S / HANG_S, SHARE_S / HANG_S if num_hanging == 3 else 1.0)
+    )
     monkeypatch.setattr(runtime, "start_deadline", lambda _: SimpleNamespace(seconds=HANG_S))
     for name in runtime.RAY_LIMITS:
         monkeypatch.setenv(name, "1")
     config = load_config("grpo_tiny.yaml")
     if num_hanging == 3:
-        with pytest.raises(NoCluster, match=r"tried 3 times: TimeoutError: ray.init: no answer within 0.5 s; this host has .* cores"):
+        with pytest.raises(
+            NoCluster, match=r"tried 3 times: TimeoutError: ray.init: no answer within 0.5 s; this host has .* cores"
+        ):
             runtime.start_ray(config, tmp_path)
     else:
         runtime.start_ray(config, tmp_path)

@@ -40,16 +40,25 @@ def test_colocated_engines_spread_over_the_policys_slots():
 
 def test_dedicated_engines_follow_the_policys_slots():
     cpu = ClusterConfig(cpu_units_per_node=4)
-    assert slots_of(run_config(cpu, tp=2, colocated=ColocatedConfig(enabled=False), num_cpu_engines=2)) == [(4, 5), (6, 7)]
+    assert slots_of(run_config(cpu, tp=2, colocated=ColocatedConfig(enabled=False), num_cpu_engines=2)) == [
+        (4, 5),
+        (6, 7),
+    ]
     one_node = ColocatedConfig(enabled=False, resources=EngineResourcesConfig(gpus_per_node=2))
     assert slots_of(run_config(ClusterConfig(gpus_per_node=8), tp=1, colocated=one_node)) == [(6,), (7,)]
     whole_nodes = ColocatedConfig(enabled=False, resources=EngineResourcesConfig(num_nodes=1))
-    assert slots_of(run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=whole_nodes)) == [(4, 5), (6, 7)]
+    assert slots_of(run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=whole_nodes)) == [
+        (4, 5),
+        (6, 7),
+    ]
 
 
 def test_an_engine_has_slots_for_the_workers_of_all_stages():
     cpu = ClusterConfig(cpu_units_per_node=8)
-    assert slots_of(run_config(cpu, tp=2, pp=2, colocated=ColocatedConfig(), num_cpu_engines=2)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert slots_of(run_config(cpu, tp=2, pp=2, colocated=ColocatedConfig(), num_cpu_engines=2)) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
     gpu = run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=4, pp=2, colocated=ColocatedConfig())
     assert gpu.num_engines == 1 and gpu.nodes_of_engine == 2
     (engine,) = engine_slots(gpu)
@@ -73,7 +82,10 @@ def test_workers_run_on_the_devices_of_their_slots():
 def test_engines_hold_whole_nodes_where_they_are_larger():
     gpu = run_config(ClusterConfig(num_nodes=4, gpus_per_node=4), tp=8, colocated=ColocatedConfig())
     engines, node_of = engine_slots(gpu), {slot: slot // 4 for slot in range(16)}
-    assert [engine.parts(node_of) for engine in engines] == [[(0, 1, 2, 3), (4, 5, 6, 7)], [(8, 9, 10, 11), (12, 13, 14, 15)]]
+    assert [engine.parts(node_of) for engine in engines] == [
+        [(0, 1, 2, 3), (4, 5, 6, 7)],
+        [(8, 9, 10, 11), (12, 13, 14, 15)],
+    ]
     assert [device_ids(part, 4) for part in engines[1].parts(node_of)] == [(0, 1, 2, 3), (0, 1, 2, 3)]
     assert find_uneven_engine(node_of, engines) is None
 
@@ -85,7 +97,9 @@ def test_an_engine_with_more_workers_on_one_node_is_found():
 
 
 def test_the_table_has_a_line_for_every_slot():
-    engines = engine_slots(run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False)))
+    engines = engine_slots(
+        run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False))
+    )
     assert slot_table(["a1", "a1", "host-b", "host-b"], 2, engines) == [
         "slot  node    rank  engine.worker",
         "0     a1      0     -",

@@ -48,7 +48,9 @@ hold_twice()
 """
 
 
-@pytest.mark.parametrize(("end_s", "reason"), [(0.5, "nothing has finished for"), (1000, "SIGTERM asked the run to end")])
+@pytest.mark.parametrize(
+    ("end_s", "reason"), [(0.5, "nothing has finished for"), (1000, "SIGTERM asked the run to end")]
+)
 def test_a_driver_that_hangs_is_ended_with_its_reason(tmp_path: Path, end_s: float, reason: str):
     command = [sys.executable, "-c", DRIVER, str(tmp_path), str(end_s)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
@@ -70,9 +72,14 @@ def test_a_driver_that_hangs_is_ended_with_its_reason(tmp_path: Path, end_s: flo
 
 
 def test_names_and_states_of_real_processes(tmp_path: Path):
-    code = "import sys, time\nfrom pathlib import Path\nfrom mrl import spans\nspans.show_in(Path(sys.argv[1]), 'policy-rank-1')\n"
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom mrl import spans\nspans.show_in(Path(sys.argv[1]), "
+        "'policy-rank-1')\n"
+    )
     code += "spans.begin('train_step', 'train')\nprint(flush=True)\ntime.sleep(1000)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
@@ -86,7 +93,12 @@ def test_names_and_states_of_real_processes(tmp_path: Path):
             wait_until(is_stopped, "stop")
         finally:
             child.kill()
-    assert (found[0].name, found[0].doing, found[0].phase, found[0].num_done) == ("policy rank 1", "call train_step", "train", 0)
+    assert (found[0].name, found[0].doing, found[0].phase, found[0].num_done) == (
+        "policy rank 1",
+        "call train_step",
+        "train",
+        0,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -98,20 +110,26 @@ def a_watchdog(folder: Path) -> Watchdog:
     return Watchdog(folder, folder / "run" / "actors", notice_s=50.0, end_s=1000.0)
 
 
-def test_each_hang_is_told_once_and_so_is_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_each_hang_is_told_once_and_so_is_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     watchdog, begin = a_watchdog(tmp_path), time.monotonic()
     monkeypatch.setattr(hangs, "waits", [Wait("train_step", lambda: ["policy rank 0", "policy rank 1"], begin)])
     with caplog.at_level(logging.INFO):
         for second in range(0, 90, 5):
             states = {0: "S", 1: "T" if second < 80 else "S"}
-            ranks = [ProcessReading(f"policy rank {rank}", rank, "host", state, 0.0, 0, num_done=second) for rank, state in states.items()]
+            ranks = [
+                ProcessReading(f"policy rank {rank}", rank, "host", state, 0.0, 0, num_done=second)
+                for rank, state in states.items()
+            ]
             monkeypatch.setattr(watchdog, "_answered_at", begin + second)
             watchdog.look(begin + second, ranks)
     watchdog.stop()
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2 and texts[1] == "The run goes on"
     assert texts[0].startswith(
-        "The run hangs: policy rank 1 (process 1 on host) is stopped (state T: SIGSTOP, or a debugger); the driver waits:"
+        "The run hangs: policy rank 1 (process 1 on host) is stopped (state T: SIGSTOP, or a debugger); the driver "
+        "waits:"
     )
 
 
@@ -149,9 +167,14 @@ def test_once_a_daemon_of_ray_has_died_the_run_is_asked_to_end_or_ended(
         watchdog._look_at_ray()
     watchdog.stop()
     if is_listening:
-        assert "Ray's gcs_server (process 7, exit code -9) has died: the run ends." in caplog.text and "same command resumes" in caplog.text
+        assert (
+            "Ray's gcs_server (process 7, exit code -9) has died: the run ends." in caplog.text
+            and "same command resumes" in caplog.text
+        )
     assert (sent, ended) == (
-        ([(os.getpid(), signal.SIGTERM)], []) if is_listening else ([], ["Ray's gcs_server (process 7, exit code -9) has died"])
+        ([(os.getpid(), signal.SIGTERM)], [])
+        if is_listening
+        else ([], ["Ray's gcs_server (process 7, exit code -9) has died"])
     )
 
 
@@ -226,5 +249,11 @@ def test_a_sign_of_life_says_what_a_process_is_at(tmp_path: Path, monkeypatch: p
     spans.begin("generate", "generate")
     spans.stretch("generate", time.monotonic(), "another lane")
     after = spans.read_sign(tmp_path / spans.SIGNS / "engine-0")
-    assert (inside.name, inside.pid, inside.doing, inside.is_open, inside.num_done) == ("engine 0", os.getpid(), "build", True, 0)
+    assert (inside.name, inside.pid, inside.doing, inside.is_open, inside.num_done) == (
+        "engine 0",
+        os.getpid(),
+        "build",
+        True,
+        0,
+    )
     assert (after.doing, after.is_open, after.phase, after.num_done) == ("generate", True, "generate", 2)

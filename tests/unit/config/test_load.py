@@ -43,7 +43,10 @@ def test_packaged_configs_share_no_run_folder():
 
 def test_sections_of_one_class_have_their_values_apart(tmp_path: Path):
     env = load(tmp_path, REQUIRED, "env.mcqa.num_workers=7").env
-    assert (env.mcqa.num_workers, env.structured_outputs.num_workers) == (7, RunConfig().env.structured_outputs.num_workers)
+    assert (env.mcqa.num_workers, env.structured_outputs.num_workers) == (
+        7,
+        RunConfig().env.structured_outputs.num_workers,
+    )
 
 
 def test_the_working_directory_comes_before_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +62,11 @@ def test_missing_config_lists_the_packaged_ones():
 
 def test_values_are_plain_and_typed(tmp_path: Path):
     config = load(
-        tmp_path, REQUIRED, "policy.megatron_cfg.optimizer.lr=1e-4", "policy.generation.stop_token_ids=[1, 2]", "policy.max_grad_norm=2"
+        tmp_path,
+        REQUIRED,
+        "policy.megatron_cfg.optimizer.lr=1e-4",
+        "policy.generation.stop_token_ids=[1, 2]",
+        "policy.max_grad_norm=2",
     )
     assert config.policy.megatron_cfg.optimizer.lr == 1e-4
     assert type(config.policy.generation.stop_token_ids) is list
@@ -69,7 +76,13 @@ def test_values_are_plain_and_typed(tmp_path: Path):
 
 
 def test_derived_values_follow(tmp_path: Path):
-    config = load(tmp_path, REQUIRED, "grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=5", "policy.model_name=there")
+    config = load(
+        tmp_path,
+        REQUIRED,
+        "grpo.num_prompts_per_step=3",
+        "grpo.num_generations_per_prompt=5",
+        "policy.model_name=there",
+    )
     assert config.policy.train_global_batch_size == 15
     assert config.policy.tokenizer.name == "there"
     assert config.logger.log_dir == "results/grpo/logs"
@@ -77,7 +90,14 @@ def test_derived_values_follow(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("mul:3,4", 12), ("add:3,4", 7), ("div:12,4", 3), ("max:3,4", 4), ("mul:${add:1,2},${grpo.seed}", 126), ("grpo.seed", 42)],
+    [
+        ("mul:3,4", 12),
+        ("add:3,4", 7),
+        ("div:12,4", 3),
+        ("max:3,4", 4),
+        ("mul:${add:1,2},${grpo.seed}", 126),
+        ("grpo.seed", 42),
+    ],
 )
 def test_resolvers(tmp_path: Path, expression: str, value: int):
     assert load(tmp_path, REQUIRED, f"grpo.max_num_steps='${{{expression}}}'").grpo.max_num_steps == value
@@ -109,7 +129,10 @@ def test_a_circle_of_defaults_and_a_missing_base_are_named(tmp_path: Path):
 
 def test_null_removes_an_optional_section_and_a_later_key_brings_it_back(tmp_path: Path):
     with_validation = REQUIRED + "grpo: {}\n"
-    assert load(tmp_path, with_validation, "data.validation={data_path: v}", "data.validation=null").data.validation is None
+    assert (
+        load(tmp_path, with_validation, "data.validation={data_path: v}", "data.validation=null").data.validation
+        is None
+    )
     validation = load(tmp_path, with_validation, "data.validation=null", "data.validation.data_path=v").data.validation
     assert validation is not None and validation.data_path == "v"
 
@@ -150,19 +173,34 @@ def test_malformed_overrides(tmp_path: Path, override: str):
     ],
 )
 def test_unknown_key_fails_with_the_nearest(tmp_path: Path, key: str, nearest: str):
-    assert problems(tmp_path, REQUIRED, f"{key}=1") == (f"{key}=1 (command line): no such key; the nearest is {nearest}",)
+    assert problems(tmp_path, REQUIRED, f"{key}=1") == (
+        f"{key}=1 (command line): no such key; the nearest is {nearest}",
+    )
 
 
 def test_names_of_trl_are_told_by_keys_that_there_are():
-    assert set(TRL_NAMES.values()) <= KEYS.keys() and not any(name in key.split(".") for name in TRL_NAMES for key in KEYS)
+    assert set(TRL_NAMES.values()) <= KEYS.keys() and not any(
+        name in key.split(".") for name in TRL_NAMES for key in KEYS
+    )
 
 
 def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path):
     write(tmp_path, "base.yaml", "\n\nloss_fn:\n  ratio_clip: 0.2\n")
-    text = "defaults: base.yaml\ngrpo:\n  seed: abc\n  val_at_end: 3\npolicy:\n  precision: fp8\n  tokenizer: 4\n  model_name: {a: b}\n"
+    text = (
+        "defaults: base.yaml\ngrpo:\n  seed: abc\n  val_at_end: 3\npolicy:\n  precision: fp8\n  tokenizer: 4\n  "
+        "model_name: {a: b}\n"
+    )
     found = problems(tmp_path, text, "cluster.num_nodes=1.5", "grpo.max_num_steps=${nope}")
-    expected = ["loss_fn.ratio_clip=0.2 (base.yaml:4)", "grpo.seed=abc (config.yaml:3)", "grpo.val_at_end=3 (config.yaml:4)"]
-    expected += ["policy.precision=fp8 (config.yaml:6)", "policy.tokenizer=4 (config.yaml:7)", "policy.model_name.a=b (config.yaml:8)"]
+    expected = [
+        "loss_fn.ratio_clip=0.2 (base.yaml:4)",
+        "grpo.seed=abc (config.yaml:3)",
+        "grpo.val_at_end=3 (config.yaml:4)",
+    ]
+    expected += [
+        "policy.precision=fp8 (config.yaml:6)",
+        "policy.tokenizer=4 (config.yaml:7)",
+        "policy.model_name.a=b (config.yaml:8)",
+    ]
     expected += ["cluster.num_nodes=1.5 (command line)", "grpo.max_num_steps=${nope} (command line)"]
     for start in expected:
         assert any(problem.startswith(start) for problem in found), (start, found)
@@ -180,15 +218,28 @@ def test_a_truth_value_takes_nothing_else(tmp_path: Path, value: str):
 
 @pytest.mark.parametrize(
     "override",
-    ["grpo.seed=${div:1,0}", "grpo.seed=${grpo.seed}", "grpo.seed=${mul:x,y}", "grpo.seed=${mul:1}", "grpo.seed=${oc.env:NO_SUCH_VARIABLE}"]
-    + ["grpo.seed=${nope:1}", "policy.model_name=${unclosed", "grpo.seed=[1,", "policy.train_global_batch_size=${div:3,2}"],
+    [
+        "grpo.seed=${div:1,0}",
+        "grpo.seed=${grpo.seed}",
+        "grpo.seed=${mul:x,y}",
+        "grpo.seed=${mul:1}",
+        "grpo.seed=${oc.env:NO_SUCH_VARIABLE}",
+    ]
+    + [
+        "grpo.seed=${nope:1}",
+        "policy.model_name=${unclosed",
+        "grpo.seed=[1,",
+        "policy.train_global_batch_size=${div:3,2}",
+    ],
 )
 def test_an_expression_that_cannot_be_resolved_is_one_problem(tmp_path: Path, override: str):
     found = problems(tmp_path, REQUIRED, override)
     assert len(found) == 1 and override.partition("=")[0] in found[0]
 
 
-@pytest.mark.parametrize("text", ["- a\n", "a: [1\n", "just text\n", "a: 1\na: 2\n", "\t: x\n", "grpo: {seed: '${'}\n", "a: &x 1\n<<: 3\n"])
+@pytest.mark.parametrize(
+    "text", ["- a\n", "a: [1\n", "just text\n", "a: 1\na: 2\n", "\t: x\n", "grpo: {seed: '${'}\n", "a: &x 1\n<<: 3\n"]
+)
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str):
     assert "config.yaml" in problems(tmp_path, text)[0]
 
@@ -207,7 +258,10 @@ def test_a_config_error_crosses_processes():
 
 def test_a_marked_section_replaces_the_inherited_one(tmp_path: Path):
     write(tmp_path, "base.yaml", REQUIRED + "cluster: {num_nodes: 4, gpus_per_node: 8}\nlogger: {log_dir: there}\n")
-    text = "defaults: base.yaml\ncluster: {_override_: true, gpus_per_node: 2}\nlogger: {_override_: false, tensorboard_enabled: true}\n"
+    text = (
+        "defaults: base.yaml\ncluster: {_override_: true, gpus_per_node: 2}\nlogger: {_override_: false, "
+        "tensorboard_enabled: true}\n"
+    )
     config = load(tmp_path, text)
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (1, 2)
     assert (config.logger.log_dir, config.logger.tensorboard_enabled) == ("there", True)
@@ -218,7 +272,10 @@ def test_a_marked_section_replaces_the_inherited_one(tmp_path: Path):
 
 
 def test_an_expression_may_be_relative(tmp_path: Path):
-    text = REQUIRED + "grpo: {max_num_steps: '${.seed}', seed: 7, val_period: '${..cluster.num_nodes}'}\ncluster: {num_nodes: 3}\n"
+    text = (
+        REQUIRED
+        + "grpo: {max_num_steps: '${.seed}', seed: 7, val_period: '${..cluster.num_nodes}'}\ncluster: {num_nodes: 3}\n"
+    )
     grpo = load(tmp_path, text).grpo
     assert (grpo.max_num_steps, grpo.val_period) == (7, 3)
 
@@ -309,7 +366,13 @@ def test_a_key_of_a_text_keeps_what_is_written(tmp_path: Path, text: str):
     file += f"env: {{own: {{functions: {{f: {text}}}}}}}\n"
     config = load(tmp_path, REQUIRED + file)
     wandb = config.logger.wandb
-    assert (wandb.name, wandb.tags, wandb.group, wandb.notes, config.env.own.functions) == (text, [text], text, text, {"f": text})
+    assert (wandb.name, wandb.tags, wandb.group, wandb.notes, config.env.own.functions) == (
+        text,
+        [text],
+        text,
+        text,
+        {"f": text},
+    )
     overrides = [f"logger.wandb.name={text}", f"logger.wandb.tags=[{text}, x]", f"++env.own.functions={{f: {text}}}"]
     config = load(tmp_path, REQUIRED, *overrides)
     wandb = config.logger.wandb
@@ -317,7 +380,10 @@ def test_a_key_of_a_text_keeps_what_is_written(tmp_path: Path, text: str):
 
 
 def test_what_is_written_is_kept_in_lists_of_sections_choices_and_nemo_rl_s_keys(tmp_path: Path):
-    text = "policy: {model_name: 0123, dtensor_cfg: {enabled: true, env_vars: {X: 0123}}}\ndata: {train: [{data_path: 1e5, seed: 1_0}]}\n"
+    text = (
+        "policy: {model_name: 0123, dtensor_cfg: {enabled: true, env_vars: {X: 0123}}}\ndata: {train: "
+        "[{data_path: 1e5, seed: 1_0}]}\n"
+    )
     config = load(tmp_path, text + "logger: {wandb: {name: off, project: null}}\n", "logger.wandb.project=on")
     assert (config.policy.model_name, config.policy.tokenizer.name, config.logger.wandb.name) == ("0123", "0123", "off")
     (rows,) = config.data.train.datasets or []
@@ -326,7 +392,10 @@ def test_what_is_written_is_kept_in_lists_of_sections_choices_and_nemo_rl_s_keys
 
 def test_what_is_written_of_a_secret_is_one(tmp_path: Path):
     secrets: set[str] = set()
-    load_config(write(tmp_path, "config.yaml", REQUIRED + "env: {nemo_gym: {policy_api_key: 0123456701234567}}\n"), secrets=secrets)
+    load_config(
+        write(tmp_path, "config.yaml", REQUIRED + "env: {nemo_gym: {policy_api_key: 0123456701234567}}\n"),
+        secrets=secrets,
+    )
     assert "0123456701234567" in secrets
 
 
@@ -351,13 +420,16 @@ def test_a_path_of_nemo_rl_falls_back_to_the_packaged_config(
 def test_a_file_beside_nemo_rl_s_own_inherits_it(tmp_path: Path):
     for name in ("grpo_math_1B.yaml", "grpo_math_8B.yaml"):
         write(tmp_path, name, (ROOT / "tests/data/nemo_rl" / name).read_text())
-    text = "defaults: grpo_math_8B.yaml\ndata: {train: {data_path: d}}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n"
+    text = (
+        "defaults: grpo_math_8B.yaml\ndata: {train: {data_path: d}}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n"
+    )
     config = load(tmp_path, text)
     assert (config.grpo.num_prompts_per_step, config.policy.megatron_cfg.tensor_model_parallel_size) == (64, 2)
 
 
 @pytest.mark.parametrize(
-    "key", ["cluster.num_nodes", "policy.model_name", "policy.megatron_cfg.optimizer.lr", "policy.generation.stop_strings"]
+    "key",
+    ["cluster.num_nodes", "policy.model_name", "policy.megatron_cfg.optimizer.lr", "policy.generation.stop_strings"],
 )
 def test_an_empty_mapping_is_no_value_of_another_type(key: str):
     with pytest.raises(ValueError, match=rf"{key}=\{{\}} \(command line\): must be a "):

@@ -38,7 +38,19 @@ def snapshot(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_path_is_no_id():
     """The Hub allows no name that begins or ends with a dot or a dash (huggingface_hub.utils.validate_repo_id)."""
-    names = ["./model", "../model", ".cache/model", "/a/model", "a/b/model", "model", "a/.model", "a/model.", "-a/model", "~/model", "a/"]
+    names = [
+        "./model",
+        "../model",
+        ".cache/model",
+        "/a/model",
+        "a/b/model",
+        "model",
+        "a/.model",
+        "a/model.",
+        "-a/model",
+        "~/model",
+        "a/",
+    ]
     assert [name for name in names if is_hub_id(name)] == []
     assert all(is_hub_id(name) for name in ("Qwen/Qwen2.5-1.5B", "a/b_c", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
 
@@ -47,7 +59,9 @@ def test_a_run_of_an_id_starts_from_its_snapshot(snapshot: Path):
     config = load_config("grpo_tiny.yaml", ["policy.model_name=some/model"])
     started = check_start(config)
     assert started.policy.model_name == started.policy.tokenizer.name == str(snapshot)
-    assert config.policy.model_name == config.policy.tokenizer.name == "some/model", "a check leaves the config as it is"
+    assert config.policy.model_name == config.policy.tokenizer.name == "some/model", (
+        "a check leaves the config as it is"
+    )
     assert load_prompts(started).train
 
 
@@ -60,7 +74,9 @@ def test_an_id_without_weights_ends_before_anything_starts(snapshot: Path):
 def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
     for path in (workplace / "prepared/tiny/model").glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(ValueError, match="policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there"):
+    with pytest.raises(
+        ValueError, match="policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there"
+    ):
         load_prompts(check_start(load_config("grpo_tiny.yaml")))
 
 
@@ -80,7 +96,8 @@ def test_a_config_is_refused_before_the_hub_is_asked(snapshot: Path):
 
 @pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
 @pytest.mark.parametrize(
-    ("model_type", "unknown"), [("nemotron_h", "mtp.layers.0.enorm.weight"), ("qwen3", "model.layers.0.self_attn.q_proj.bias")]
+    ("model_type", "unknown"),
+    [("nemotron_h", "mtp.layers.0.enorm.weight"), ("qwen3", "model.layers.0.self_attn.q_proj.bias")],
 )
 def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, unknown: str, is_critic: bool
@@ -89,8 +106,13 @@ def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts
     folder, other = (write_folder(workplace / name, tiny_config(model_type)) for name in ("model", "other"))
     for name in (folder, other):
         byte_tokenizer(4096).save_pretrained(name)
-    models = [f"policy.model_name={folder}", f"value.model_name={other}"] if is_critic else [f"policy.model_name={other}"]
-    config = load_config("ppo_tiny.yaml" if is_critic else "grpo_tiny.yaml", [*models, "policy.megatron_cfg.expert_model_parallel_size=1"])
+    models = (
+        [f"policy.model_name={folder}", f"value.model_name={other}"] if is_critic else [f"policy.model_name={other}"]
+    )
+    config = load_config(
+        "ppo_tiny.yaml" if is_critic else "grpo_tiny.yaml",
+        [*models, "policy.megatron_cfg.expert_model_parallel_size=1"],
+    )
     tensors = load_file(other / "model.safetensors")
     if is_critic:
         # It may start from a reward model.
@@ -98,13 +120,17 @@ def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts
     check_start(config)
     save_file(tensors | {unknown: torch.ones(64)}, other / "model.safetensors")
     with pytest.raises(
-        ValueError, match=f"other: the weights do not fit config.json; missing: none; unknown to this model_type: {unknown}"
+        ValueError,
+        match=f"other: the weights do not fit config.json; missing: none; unknown to this model_type: {unknown}",
     ):
         check_start(config)
 
 
 def test_only_what_is_prepared_is_promised_to_be():
-    for name, way_out in (("model", "`python -m mrl.prepare tiny` makes it"), ("teacher", "give the folder of a Hugging Face model")):
+    for name, way_out in (
+        ("model", "`python -m mrl.prepare tiny` makes it"),
+        ("teacher", "give the folder of a Hugging Face model"),
+    ):
         with pytest.raises(ValueError, match=f"no readable config.json .*; {way_out}"):
             read_model(Path("nowhere/prepared/tiny") / name)
 

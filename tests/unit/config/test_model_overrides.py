@@ -39,16 +39,22 @@ def model(workplace: Path) -> Path:
 def test_yarn_keeps_the_base_and_lengthens_the_context(hf_config: dict[str, object], name: str):
     merged, scaling = overridden_config(hf_config, {name: YARN}), YARN | dict(rope_theta=1e6)
     # transformers 5 reads the first, transformers 4 the others.
-    assert merged == QWEN | dict(rope_parameters=scaling, rope_theta=1e6, rope_scaling=scaling, max_position_embeddings=8192)
+    assert merged == QWEN | dict(
+        rope_parameters=scaling, rope_theta=1e6, rope_scaling=scaling, max_position_embeddings=8192
+    )
     assert overridden_config(merged, {name: YARN}) == merged
     rounded = overridden_config(hf_config, {name: YARN | dict(factor=2.3, original_max_position_embeddings=3000)})
     assert rounded["max_position_embeddings"] == 6900, "2.3 x 3000 is a little less in floats"
-    assert overridden_config(hf_config, {name: YARN, "max_position_embeddings": 4096})["max_position_embeddings"] == 4096
+    assert (
+        overridden_config(hf_config, {name: YARN, "max_position_embeddings": 4096})["max_position_embeddings"] == 4096
+    )
 
 
 @pytest.mark.parametrize("hf_config", [OLDER, NEWER], ids=["older", "newer"])
 def test_another_base(hf_config: dict[str, object]):
-    assert overridden_config(hf_config, {"rope_theta": 5e5})["rope_parameters"] == dict(rope_type="default", rope_theta=5e5)
+    assert overridden_config(hf_config, {"rope_theta": 5e5})["rope_parameters"] == dict(
+        rope_type="default", rope_theta=5e5
+    )
     given = YARN | dict(rope_theta=2e6)
     assert overridden_config(hf_config, {"rope_scaling": given})["rope_parameters"] == given
 
@@ -60,7 +66,10 @@ def test_another_base(hf_config: dict[str, object]):
         ({"tie_word_embeddings": False}, "the tensors of the checkpoint are not the model's"),
         ({"resid_pdrop": 0.1}, f"{KEY}.resid_pdrop=0.1: nothing here reads it of this model's config.json; remove it"),
         ({"rope_scaling": YARN | dict(attention_factor=1.0)}, "attention_factor=1.0 is not supported"),
-        ({"rope_scaling": dict(rope_type="yarn", factor=2.0)}, "original_max_position_embeddings=None must be a positive integer"),
+        (
+            {"rope_scaling": dict(rope_type="yarn", factor=2.0)},
+            "original_max_position_embeddings=None must be a positive integer",
+        ),
     ],
 )
 def test_what_may_not_be_overridden(model: Path, overrides: dict[str, object], said: str):
@@ -72,7 +81,9 @@ def test_what_may_not_be_overridden(model: Path, overrides: dict[str, object], s
 
 def test_what_a_model_does_not_read_is_refused(workplace: Path):
     problems = texts_of(load_config("grpo_tiny.yaml", YARN_OVERRIDES))  # nemotron_h has no rotary positions
-    assert any(problem.startswith(f"{KEY}.rope_scaling=") and "nothing here reads it" in problem for problem in problems)
+    assert any(
+        problem.startswith(f"{KEY}.rope_scaling=") and "nothing here reads it" in problem for problem in problems
+    )
 
 
 def test_the_context_is_that_of_the_overrides(model: Path):
@@ -93,7 +104,10 @@ def test_a_run_starts_from_a_folder_that_differs_in_its_config(model: Path):
 
 
 def test_equal_overrides_make_one_folder_and_one_entry_of_the_cache(model: Path, tmp_path: Path):
-    folders = [overridden_folder(model, {"rope_scaling": YARN | more}, beside=tmp_path / "run") for more in ({}, {}, {"factor": 2.0})]
+    folders = [
+        overridden_folder(model, {"rope_scaling": YARN | more}, beside=tmp_path / "run")
+        for more in ({}, {}, {"factor": 2.0})
+    ]
     assert folders[0] == folders[1] != folders[2]
     assert overridden_folder(model, {"max_position_embeddings": 2048}, beside=tmp_path / "run") == model
     keys = {entry_key(folder, tmp_path / "cache", dtype=None) for folder in (model, *folders)}
@@ -115,7 +129,9 @@ def test_null_and_an_auxiliary_loss_of_0_are_nothing(workplace: Path):
         {"router_aux_loss_coef": 0.1},
     ],
 )
-@pytest.mark.parametrize("written", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}])
+@pytest.mark.parametrize(
+    "written", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}]
+)
 def test_overrides_that_a_folder_has_already_change_nothing(overrides: dict[str, object], written: dict[str, object]):
     """A resumed run applies them to the folder in which its start has applied them."""
     once = overridden_config({"max_position_embeddings": 128, **written}, overrides)

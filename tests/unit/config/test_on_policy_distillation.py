@@ -25,7 +25,8 @@ policy:
   precision: bfloat16
   max_total_sequence_length: 128
   logprob_batch_size: 2
-  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, sequence_parallel: true, num_layers_in_first_pipeline_stage: 3,
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, sequence_parallel: true,
+                 num_layers_in_first_pipeline_stage: 3,
                  pipeline_model_parallel_size: 2, peft: {enabled: true}}
 data: {train: {data_path: rows.jsonl}, validation: null}
 checkpointing: {metric_name: null}
@@ -37,7 +38,8 @@ on_policy_distillation:
 PLACES = """
   non_colocated_teachers:
     enabled: true
-    default_teacher_cfg: {tensor_model_parallel_size: 2, num_nodes: 1, gpus_per_node: 8, precision: bf16, micro_batch_size: 1}
+    default_teacher_cfg: {tensor_model_parallel_size: 2, num_nodes: 1, gpus_per_node: 8, precision: bf16,
+                          micro_batch_size: 1}
     teacher_overrides:
       code_agent:
         tensor_model_parallel_size: 1
@@ -65,7 +67,9 @@ def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own
     for teacher in (one, two):
         # A teacher is not trained, and its layers are not the policy's.
         assert not teacher.megatron_cfg.peft.enabled and teacher.megatron_cfg.num_layers_in_first_pipeline_stage is None
-    assert config.policy.megatron_cfg.peft.enabled and config.policy.megatron_cfg.num_layers_in_first_pipeline_stage == 3
+    assert (
+        config.policy.megatron_cfg.peft.enabled and config.policy.megatron_cfg.num_layers_in_first_pipeline_stage == 3
+    )
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
     again = load_config(tmp_path / "resolved.yaml")
     assert {name: teacher.megatron_cfg for name, teacher in again.facts.teachers.items()} == {
@@ -75,11 +79,15 @@ def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own
 
 def test_a_teacher_has_what_the_policys_keys_say_of_the_policy(tmp_path: Path):
     """Follows NeMo RL: its rows are as long as the policy's, whatever its batches, and its positions reach as far."""
-    packing = ["enabled: true", "logprob_mb_tokens: '${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}'"]
+    packing = [
+        "enabled: true",
+        "logprob_mb_tokens: '${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}'",
+    ]
     overrides = [
         f"policy.sequence_packing={{{', '.join(packing)}}}",
         "policy.hf_config_overrides={rope_theta: 7}",
-        "on_policy_distillation.non_colocated_teachers.teacher_overrides.code_agent.hf_config_overrides={rope_theta: 9}",
+        "on_policy_distillation.non_colocated_teachers.teacher_overrides.code_agent."
+        "hf_config_overrides={rope_theta: 9}",
     ]
     config = load_config(write(tmp_path, STUDENT, PLACES), overrides)
     one, two = (config.of_model(name).policy for name in config.models_beside)
@@ -94,7 +102,9 @@ def test_a_row_has_the_teacher_of_its_agent(tmp_path: Path):
     assert (config.teacher_of("code_agent"), config.teacher_of("other_agent")) == ("teacher:code_agent", None)
     config = load_config(write(tmp_path, STUDENT, "  default_teacher_alias: code_agent\n"))
     assert config.teacher_of("other_agent") == "teacher:code_agent"
-    config = load_config(write(tmp_path, STUDENT, "  default_teacher_alias: code_agent\n  strict_agent_name_match: true\n"))
+    config = load_config(
+        write(tmp_path, STUDENT, "  default_teacher_alias: code_agent\n  strict_agent_name_match: true\n")
+    )
     assert config.teacher_of("other_agent") is None
     config = load_config(write(tmp_path, STUDENT, "  deduplicate_shared_teacher_checkpoints: false\n"))
     assert config.models_beside == ("teacher:math_agent", "teacher:code_agent", "teacher:mcqa_agent")
@@ -109,15 +119,38 @@ def test_logprobs_of_the_policy_are_computed_whatever_the_ratio_needs(tmp_path: 
 
 
 WRONG = {
-    "another estimator": (["grpo.adv_estimator.name=grpo"], "on_policy_distillation.enabled=true: the teachers' logprobs would be unused"),
-    "nobody": (["on_policy_distillation=null"], "grpo.adv_estimator.name=opd: opd compares with teachers, and there are none"),
-    "a default without a model": (["on_policy_distillation.default_teacher_alias=art"], "(math_agent, code_agent, mcqa_agent)"),
-    "a weight that nobody reads": (["on_policy_distillation.orm_advantage_weight=0.5"], "use_orm_advantage=false does not go with it"),
-    "truncated sampling": (["policy.generation.top_p=0.9"], "top_p or top_k truncates the policy's; set top_p=1 and top_k=null"),
+    "another estimator": (
+        ["grpo.adv_estimator.name=grpo"],
+        "on_policy_distillation.enabled=true: the teachers' logprobs would be unused",
+    ),
+    "nobody": (
+        ["on_policy_distillation=null"],
+        "grpo.adv_estimator.name=opd: opd compares with teachers, and there are none",
+    ),
+    "a default without a model": (
+        ["on_policy_distillation.default_teacher_alias=art"],
+        "(math_agent, code_agent, mcqa_agent)",
+    ),
+    "a weight that nobody reads": (
+        ["on_policy_distillation.orm_advantage_weight=0.5"],
+        "use_orm_advantage=false does not go with it",
+    ),
+    "truncated sampling": (
+        ["policy.generation.top_p=0.9"],
+        "top_p or top_k truncates the policy's; set top_p=1 and top_k=null",
+    ),
     "another algorithm": (["algorithm=ppo"], "advantages are GRPO's, and algorithm=ppo"),
     "a place for a name that shares another's model": (
-        ["on_policy_distillation.non_colocated_teachers.teacher_overrides={mcqa_agent: {tensor_model_parallel_size: 2}}"],
-        "no teacher is held under 'mcqa_agent': names of one model share the first of them; use one of math_agent, code_agent",
+        [
+            (
+                "on_policy_distillation.non_colocated_teachers.teacher_overrides={mcqa_agent: "
+                "{tensor_model_parallel_size: 2}}"
+            )
+        ],
+        (
+            "no teacher is held under 'mcqa_agent': names of one model share the first of them; use one of math_agent, "
+            "code_agent"
+        ),
     ),
     "a layout that does not divide the ranks": (
         ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_model_parallel_size: 3}"],
@@ -146,11 +179,15 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, name: str):
 def test_teaching_needs_teachers(tmp_path: Path):
     nobody = STUDENT.rpartition("  teacher_model_by_agent_name")[0]
     (problem,) = (text for text in texts_of(load_config(write(tmp_path, nobody))) if "on_policy_distillation" in text)
-    assert problem.startswith("on_policy_distillation.teacher_model_by_agent_name={}: no row has a teacher; give a model for each agent")
+    assert problem.startswith(
+        "on_policy_distillation.teacher_model_by_agent_name={}: no row has a teacher; give a model for each agent"
+    )
 
 
 def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path):
     student, teacher = model(tmp_path / "student"), model(tmp_path / "other", vocab_size=256)
     config = load_config(write(tmp_path, STUDENT), [f"policy.model_name={student}"])
     config.facts.teachers["code_agent"].model_name = str(teacher)
-    assert any(f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in texts_of(config))
+    assert any(
+        f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in texts_of(config)
+    )

@@ -22,4 +22,7 @@ def test_the_tables_name_what_there_is():
 
 def test_what_keeps_an_engine_deterministic_cannot_be_changed():
     own = engine_environment(has_gpu=False).keys()
-    assert {name for name in own if RESERVED_VARIABLES.fullmatch(name)} == {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"}
+    assert {name for name in own if RESERVED_VARIABLES.fullmatch(name)} == {
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_CPU_ATTN_SPLIT_KV",
+    }

@@ -33,7 +33,9 @@ def test_keys_that_ppo_shares_with_grpo_may_stand_below_ppo(tmp_path: Path):
     assert any(line.startswith("ppo.num_prompts_per_step=6") for line in migration.renamed)
 
 
-@pytest.mark.parametrize("sections", ["ppo: {seed: 1}", "ppo: {ppo_epochs: 2}", "ppo: {ppo_epochs: 2}\ngrpo: {seed: 1}"])
+@pytest.mark.parametrize(
+    "sections", ["ppo: {seed: 1}", "ppo: {ppo_epochs: 2}", "ppo: {ppo_epochs: 2}\ngrpo: {seed: 1}"]
+)
 def test_a_section_ppo_is_ppo(tmp_path: Path, sections: str):
     assert load_config(written(tmp_path, f"{sections}\npolicy: {{model_name: m}}\n")).algorithm == "ppo"
 
@@ -41,9 +43,10 @@ def test_a_section_ppo_is_ppo(tmp_path: Path, sections: str):
 def test_the_critic_follows_the_policy_in_what_it_shares_and_itself_in_the_rest(tmp_path: Path):
     file = written(
         tmp_path,
-        "ppo: {ppo_epochs: 2}\npolicy:\n  model_name: m\n  precision: bfloat16\n  train_micro_batch_size: 2\n  megatron_cfg:\n"
-        "    tensor_model_parallel_size: 4\n    optimizer: {weight_decay: 0.3}\n"
-        "value:\n  train_micro_batch_size: 8\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n    optimizer: {weight_decay: 0.5}\n",
+        "ppo: {ppo_epochs: 2}\npolicy:\n  model_name: m\n  precision: bfloat16\n  train_micro_batch_size: 2\n  "
+        "megatron_cfg:\n    tensor_model_parallel_size: 4\n    optimizer: {weight_decay: 0.3}\n"
+        "value:\n  train_micro_batch_size: 8\n  megatron_cfg:\n    tensor_model_parallel_size: 2\n    optimizer: "
+        "{weight_decay: 0.5}\n",
     )
     config = load_config(file)
     critic = config.of_model("critic").policy
@@ -59,14 +62,21 @@ def test_the_critic_follows_the_policy_in_what_it_shares_and_itself_in_the_rest(
 def test_a_critic_of_another_backend_is_translated_as_a_policy_is(tmp_path: Path):
     file = written(
         tmp_path,
-        "ppo: {ppo_epochs: 1}\npolicy: {model_name: m}\nvalue:\n  dtensor_cfg: {enabled: true, tensor_parallel_size: 2}\n"
-        "  megatron_cfg: {enabled: false, tensor_model_parallel_size: 7}\n  optimizer:\n    name: torch.optim.AdamW\n"
-        "    kwargs: {lr: 0.25, betas: [0.5, 0.75]}\n  scheduler:\n  - name: torch.optim.lr_scheduler.ConstantLR\n"
-        "    kwargs: {factor: 1.0}\n  - milestones: []\n",
+        "ppo: {ppo_epochs: 1}\npolicy: {model_name: m}\nvalue:\n  dtensor_cfg: {enabled: true, "
+        "tensor_parallel_size: 2}\n  megatron_cfg: {enabled: false, tensor_model_parallel_size: 7}\n  optimizer:\n "
+        "   name: torch.optim.AdamW\n    kwargs: {lr: 0.25, betas: [0.5, 0.75]}\n  scheduler:\n  - name: "
+        "torch.optim.lr_scheduler.ConstantLR\n    kwargs: {factor: 1.0}\n  - milestones: []\n",
     )
     config, migration = load_run(file)
     megatron = config.value.megatron_cfg
-    assert (megatron.tensor_model_parallel_size, megatron.optimizer.lr, megatron.optimizer.adam_beta2) == (2, 0.25, 0.75)
+    assert (megatron.tensor_model_parallel_size, megatron.optimizer.lr, megatron.optimizer.adam_beta2) == (
+        2,
+        0.25,
+        0.75,
+    )
     assert config.policy.megatron_cfg.tensor_model_parallel_size == 1
-    assert any("value.optimizer.kwargs.lr=0.25" in line and "value.megatron_cfg.optimizer.lr" in line for line in migration.translated)
+    assert any(
+        "value.optimizer.kwargs.lr=0.25" in line and "value.megatron_cfg.optimizer.lr" in line
+        for line in migration.translated
+    )
     assert not any("policy." in line for line in migration.translated)

@@ -51,7 +51,10 @@ def test_a_problem_of_the_policy_moves_to_another_model():
     problem = Problem("rows/policy.a", "policy.a", "policy.x", "more than policy.b", "lower policy.b")
     assert str(in_section(problem, "critic")) == "value.a=policy.x: more than value.b; lower value.b"
     moved = in_section(problem, "teacher:math")
-    assert str(moved) == "on_policy_distillation, teacher math: a=policy.x: more than b; lower b" and moved.id == problem.id
+    assert (
+        str(moved) == "on_policy_distillation, teacher math: a=policy.x: more than b; lower b"
+        and moved.id == problem.id
+    )
 
 
 def test_a_mask_leaves_the_config_and_what_is_known(workplace: Path):
@@ -64,12 +67,24 @@ def test_a_mask_leaves_the_config_and_what_is_known(workplace: Path):
 
 
 def test_a_check_prints_problems_as_json(workplace: Path, capsys: pytest.CaptureFixture[str]):
-    Path("mine.yaml").write_text("defaults: grpo_tiny.yaml\npolicy:\n  precison: float32\n  megatron_cfg:\n    context_parallel_size: 3\n")
+    Path("mine.yaml").write_text(
+        "defaults: grpo_tiny.yaml\npolicy:\n  precison: float32\n  megatron_cfg:\n    context_parallel_size: 3\n"
+    )
     assert check.main(["mine.yaml", "--check", "--json"]) == 2
     output = capsys.readouterr()
     unknown, layout = json.loads(output.out)["problems"]
-    assert (unknown["id"], unknown["key"], unknown["file"], unknown["line"]) == ("unknown-key", "policy.precison", "mine.yaml", 3)
+    assert (unknown["id"], unknown["key"], unknown["file"], unknown["line"]) == (
+        "unknown-key",
+        "policy.precison",
+        "mine.yaml",
+        3,
+    )
     key = f"{MEGATRON}.context_parallel_size"
-    assert (layout["id"], layout["value"], layout["file"], layout["line"]) == (f"parallel-layout/{key}", "3", "mine.yaml", 5)
+    assert (layout["id"], layout["value"], layout["file"], layout["line"]) == (
+        f"parallel-layout/{key}",
+        "3",
+        "mine.yaml",
+        5,
+    )
     assert [other["id"] for other in layout["also"]] == [f"layout-of-the-model/{key}"]
     assert all(problem["text"] in output.err for problem in (unknown, layout)) and unknown["kind"] == "refused"

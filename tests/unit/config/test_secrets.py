@@ -25,7 +25,9 @@ from tests.waiting import HANG_S
 
 
 def test_the_saved_config_loads_and_is_the_same(tmp_path: Path):
-    config = load_config("grpo_tiny.yaml", ["+policy.generation.vllm_kwargs.a=[1, {b: null}]", "data.max_input_seq_length=3"])
+    config = load_config(
+        "grpo_tiny.yaml", ["+policy.generation.vllm_kwargs.a=[1, {b: null}]", "data.max_input_seq_length=3"]
+    )
     path = tmp_path / "config.yaml"
     path.write_text(resolved_yaml(config))
     assert load_config(path) == config
@@ -34,27 +36,42 @@ def test_the_saved_config_loads_and_is_the_same(tmp_path: Path):
 def test_no_secret_is_saved(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-one")
     monkeypatch.setenv("SOME_SERVICE_PASSWORD", "canary-two")
-    overrides = ["policy.model_name=/models/${oc.env:SOME_SERVICE_PASSWORD}", "+policy.generation.vllm_kwargs.hf_token=canary-three"]
-    overrides += ["data.train.data_path=https://me:canary-four@host/train.jsonl", "checkpointing.checkpoint_dir=a-canary-one-b"]
+    overrides = [
+        "policy.model_name=/models/${oc.env:SOME_SERVICE_PASSWORD}",
+        "+policy.generation.vllm_kwargs.hf_token=canary-three",
+    ]
+    overrides += [
+        "data.train.data_path=https://me:canary-four@host/train.jsonl",
+        "checkpointing.checkpoint_dir=a-canary-one-b",
+    ]
     text = resolved_yaml(load_config("grpo_tiny.yaml", overrides))
     assert "canary" not in text
     assert "https://<redacted>@host/train.jsonl" in text and "a-<redacted>-b" in text
 
 
 @pytest.mark.parametrize(
-    "key", ["token", "hf_token", "API_KEY", "apikey", "db-password", "client_secret", "aws_access_key_id", "credentials"]
+    "key",
+    ["token", "hf_token", "API_KEY", "apikey", "db-password", "client_secret", "aws_access_key_id", "credentials"],
 )
 def test_keys_of_secrets(key: str):
     assert redact({key: "abc", "list": [{key: "abc"}]}) == {key: "<redacted>", "list": [{key: "<redacted>"}]}
 
 
-@pytest.mark.parametrize("key", ["stop_token_ids", "max_new_tokens", "tokenizer", "metric_name", "token_level_loss", "secretary"])
+@pytest.mark.parametrize(
+    "key", ["stop_token_ids", "max_new_tokens", "tokenizer", "metric_name", "token_level_loss", "secretary"]
+)
 def test_keys_that_are_no_secrets(key: str):
     assert redact({key: "abc"}) == {key: "abc"}
 
 
 def test_what_comes_from_the_environment_is_a_secret_unless_it_is_a_place(monkeypatch: pytest.MonkeyPatch):
-    values = {"COMPANY_PLACE": "canary-five", "PROXY": "canary-six", "SCRATCH": "/scratch/me", "RUN_NAME": "first-run", "SHORT": "abc"}
+    values = {
+        "COMPANY_PLACE": "canary-five",
+        "PROXY": "canary-six",
+        "SCRATCH": "/scratch/me",
+        "RUN_NAME": "first-run",
+        "SHORT": "abc",
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     overrides = [
@@ -127,14 +144,17 @@ def test_forms_of_secrets(text: str):
 
 
 @pytest.mark.parametrize(
-    "spell", [shlex.quote, json.dumps, repr, lambda text: quote(text, safe=""), lambda text: yaml.safe_dump({"a": text})]
+    "spell",
+    [shlex.quote, json.dumps, repr, lambda text: quote(text, safe=""), lambda text: yaml.safe_dump({"a": text})],
 )
 def test_a_secret_is_hidden_however_it_is_quoted(monkeypatch: pytest.MonkeyPatch, spell: Callable[[str], str]):
     monkeypatch.setenv("GITHUB_PAT", secret := "ab'cd\"ef\\gh&canary")
     assert "canary" not in redact_text(f"said {spell(secret)}")
 
 
-@pytest.mark.parametrize("name", ["DB_PASS", "GITHUB_PAT", "SENTRY_DSN", "A_CONNECTION_STRING", "A_WEBHOOK_URL", "A_KEY", "FOO", "vllm_x"])
+@pytest.mark.parametrize(
+    "name", ["DB_PASS", "GITHUB_PAT", "SENTRY_DSN", "A_CONNECTION_STRING", "A_WEBHOOK_URL", "A_KEY", "FOO", "vllm_x"]
+)
 @pytest.mark.parametrize("value", ["canary-7", "pin", "policy"])
 def test_a_variable_is_shown_only_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
     """Words under names that no rule knows stay where they are other texts."""
@@ -144,7 +164,10 @@ def test_a_variable_is_shown_only_by_its_name(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mrl.train", *words, f"{key}={{{name}: {value}}}"])
     command = str(about_this_attempt(config)["command"])
     assert config.policy.megatron_cfg.env_vars == {name: value, "NCCL_DEBUG": "INFO"}
-    assert yaml.safe_load(resolved_yaml(config))["policy"]["megatron_cfg"]["env_vars"] == {name: "<redacted>", "NCCL_DEBUG": "INFO"}
+    assert yaml.safe_load(resolved_yaml(config))["policy"]["megatron_cfg"]["env_vars"] == {
+        name: "<redacted>",
+        "NCCL_DEBUG": "INFO",
+    }
     assert f"={value}" not in command and f" {value}" not in command and "NCCL_DEBUG=INFO" in command
     assert split_secrets({name: value, "NCCL_DEBUG": "INFO"}) == ({"NCCL_DEBUG": "INFO"}, {name: value})
     assert name not in ("FOO", "vllm_x") or value != "policy" or redact_text("policy", config.facts.secrets) == "policy"
@@ -156,7 +179,12 @@ def test_variables_that_may_be_seen(monkeypatch: pytest.MonkeyPatch):
     assert split_secrets({"NCCL_DEBUG": "INFO", **hidden}) == ({"NCCL_DEBUG": "INFO"}, hidden)
 
 
-CANARIES = {"HF_TOKEN": "canary-1", "WANDB_API_KEY": "canary-2", "SWANLAB_API_KEY": "canary-3", "MLFLOW_TRACKING_PASSWORD": "canary-4"}
+CANARIES = {
+    "HF_TOKEN": "canary-1",
+    "WANDB_API_KEY": "canary-2",
+    "SWANLAB_API_KEY": "canary-3",
+    "MLFLOW_TRACKING_PASSWORD": "canary-4",
+}
 SECRETIVE = [
     "policy.tokenizer.name=${oc.env:PROXY}",
     "+policy.generation.vllm_kwargs.hf_token=canary-6",
@@ -236,7 +264,11 @@ def test_every_line_of_a_log_has_its_time_and_level():
     made[0].created = created.timestamp()
     text = "\n".join(map(SecretsFormatter("text").format, made))
     found = re.findall(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ([A-Z]+) (.+)$", text, re.MULTILINE)
-    assert [line[1:] for line in found] == [("INFO", "== Step 1/2 =="), ("INFO", "[Reward]   mean=0.5"), ("WARNING", "low")]
+    assert [line[1:] for line in found] == [
+        ("INFO", "== Step 1/2 =="),
+        ("INFO", "[Reward]   mean=0.5"),
+        ("WARNING", "low"),
+    ]
     assert text.count("\n") == 2 and datetime.fromisoformat(found[0][0]) == created
 
 
@@ -275,14 +307,18 @@ sys.exit(run_entry(main))
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_the_reason_of_death_is_the_last_line_of_the_log(style: str):
     command = [sys.executable, "-c", DYING, style]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S)
+    ended = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S
+    )
     lines = ended.stdout.splitlines()
     if style == "json":
         rows = [json.loads(line) for line in lines]
         lines = [f"{row['level']} {row['message']}" for row in rows]
     else:
         assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+ ", line) for line in lines), ended.stdout
-    assert ended.returncode == 1 and lines[0].endswith("INFO first") and any("UserWarning: old" in line for line in lines)
+    assert (
+        ended.returncode == 1 and lines[0].endswith("INFO first") and any("UserWarning: old" in line for line in lines)
+    )
     assert "OSError: the disk is gone" in ended.stdout
     assert lines[-1].endswith("ERROR The attempt ended: RuntimeError: step 3 failed: for good")
 
@@ -301,7 +337,9 @@ def test_short_values_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_colors_of_rays_errors_are_left_out():
-    record = logging.LogRecord("mrl", logging.ERROR, "", 0, "\x1b[36mray::EngineActor.build()\x1b[39m (pid=7)\x1b[2J", None, None)
+    record = logging.LogRecord(
+        "mrl", logging.ERROR, "", 0, "\x1b[36mray::EngineActor.build()\x1b[39m (pid=7)\x1b[2J", None, None
+    )
     assert SecretsFormatter().format(record) == "ray::EngineActor.build() (pid=7)\ufffd[2J"
 
 
@@ -320,5 +358,11 @@ own.warning("%d", "no number")
 
 
 def test_what_libraries_print_is_made_safe():
-    ended = subprocess.run([sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert ended.stderr.count("\ufffd[2Jevil <redacted>") == 2 and "\x1b" not in ended.stderr and "no number" in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
+    assert (
+        ended.stderr.count("\ufffd[2Jevil <redacted>") == 2
+        and "\x1b" not in ended.stderr
+        and "no number" in ended.stderr
+    )

@@ -81,15 +81,23 @@ def test_what_is_written_out_reads_back(tmp_path: Path):
 def test_a_grpo_section_wins(tmp_path: Path):
     config = load_config(write(tmp_path, STUDENT, "grpo: {num_prompts_per_step: 4}\n"))
     assert config.algorithm == "grpo" and config.models_beside == ()
-    assert load_config(write(tmp_path, STUDENT, TEACHER, "grpo: {}\nalgorithm: distillation\n")).models_beside == ("teacher",)
+    assert load_config(write(tmp_path, STUDENT, TEACHER, "grpo: {}\nalgorithm: distillation\n")).models_beside == (
+        "teacher",
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("teacher.precison=float32", "teacher.precison=float32 (command line): no such key; the nearest is teacher.precision"),
+        (
+            "teacher.precison=float32",
+            "teacher.precison=float32 (command line): no such key; the nearest is teacher.precision",
+        ),
         ("teacher.precision=int8", "teacher.precision=int8 (command line): no such value; use"),
-        ("teacher.model_name=${nowhere}", "teacher.model_name=${nowhere} (command line): Interpolation key 'nowhere' not found"),
+        (
+            "teacher.model_name=${nowhere}",
+            "teacher.model_name=${nowhere} (command line): Interpolation key 'nowhere' not found",
+        ),
     ],
 )
 def test_problems_of_a_teacher_name_its_keys(tmp_path: Path, override: str, message: str):
@@ -114,16 +122,27 @@ def test_rules_of_distillation(tmp_path: Path):
     )
     assert "loss_fn.ratio_clip_min=0.3: it belongs to GRPO's loss" in problems(tmp_path, "loss_fn.ratio_clip_min=0.3")
     short = problems(tmp_path, "teacher.max_total_sequence_length=64")
-    assert "teacher.max_total_sequence_length=64: the teacher reads sequences of policy.max_total_sequence_length=128" in short
-    (rows,) = find_doubts(load_config(write(tmp_path, STUDENT, TEACHER), ["teacher.sequence_packing={enabled: true, train_mb_tokens: 64}"]))
+    assert (
+        "teacher.max_total_sequence_length=64: the teacher reads sequences of policy.max_total_sequence_length=128"
+        in short
+    )
+    (rows,) = find_doubts(
+        load_config(
+            write(tmp_path, STUDENT, TEACHER), ["teacher.sequence_packing={enabled: true, train_mb_tokens: 64}"]
+        )
+    )
     assert rows.startswith("teacher.sequence_packing.train_mb_tokens=64: teacher.max_total_sequence_length=128")
     # To evaluate, nobody teaches.
-    assert "teacher." not in problems(tmp_path, "algorithm=grpo") and "kl_type" not in problems(tmp_path, "algorithm=grpo")
+    assert "teacher." not in problems(tmp_path, "algorithm=grpo") and "kl_type" not in problems(
+        tmp_path, "algorithm=grpo"
+    )
     # Three ranks to a replica, of four.
     found = problems(tmp_path, "teacher.dtensor_cfg.tensor_parallel_size=3")
     assert "teacher.megatron_cfg.tensor_model_parallel_size=3" in found and "no multiple of tensor 3" in found
     # Enough for the student, and not for four ranks to a replica of the teacher.
-    assert "cluster.cpu_units_per_node=2: for the teacher, the 2 slots" in problems(tmp_path, "cluster.cpu_units_per_node=2")
+    assert "cluster.cpu_units_per_node=2: for the teacher, the 2 slots" in problems(
+        tmp_path, "cluster.cpu_units_per_node=2"
+    )
 
 
 @pytest.mark.parametrize("override", ["teacher.precison=float32", "teacher.precision=int8"])
@@ -141,7 +160,9 @@ def model(folder: Path, **changes: object) -> Path:
     found = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(found))
     tokens = {"a": 0, "b": 1}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": [{"content": "<end>", "id": 2}]}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": tokens}, "added_tokens": [{"content": "<end>", "id": 2}]})
+    )
     return folder
 
 
@@ -170,25 +191,33 @@ def test_a_teachers_embedding_may_have_more_rows_than_the_students_and_not_fewer
     """Covers the models of Qwen 2.5, padded to 151,936 and 152,064."""
     small, large = model(tmp_path / "small", vocab_size=151936), model(tmp_path / "large", vocab_size=152064)
     assert "teacher." not in with_models(tmp_path, small, large)
-    refused = f"teacher.model_name={small}: its vocab_size is 151,936, and the student's 152,064: the student may draw tokens of which"
+    refused = (
+        f"teacher.model_name={small}: its vocab_size is 151,936, and the student's 152,064: the student may "
+        "draw tokens of which"
+    )
     assert refused in with_models(tmp_path, large, small)
     # What is taught is among the student's tokens.
     too_many = with_models(tmp_path, small, large, "distillation.topk_logits_k=152000")
     assert "distillation.topk_logits_k=152000: the vocabulary has 151,936 tokens" in too_many
     (large / "tokenizer.json").unlink()
-    assert f"teacher.model_name={large}: its vocab_size is 152,064, and the student's 151,936; cannot be checked without" in with_models(
-        tmp_path, small, large
+    assert (
+        f"teacher.model_name={large}: its vocab_size is 152,064, and the student's 151,936; cannot be checked without"
+        in with_models(tmp_path, small, large)
     )
     # The tokenizer's tokens are 0 to 2.
     tiny = model(tmp_path / "tiny", vocab_size=2)
-    assert f"teacher.model_name={tiny}: its vocab_size is 2, and policy.tokenizer.name={small} has 3 tokens" in with_models(
-        tmp_path, small, tiny
+    assert (
+        f"teacher.model_name={tiny}: its vocab_size is 2, and policy.tokenizer.name={small} has 3 tokens"
+        in with_models(tmp_path, small, tiny)
     )
 
 
 def test_tokens_are_compared_whatever_the_files_order(tmp_path: Path):
     one, two = tmp_path / "one", tmp_path / "two"
-    for folder, text in ((one, {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}), (two, {"model": {"vocab": {"b": 1, "a": 0}}})):
+    for folder, text in (
+        (one, {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}),
+        (two, {"model": {"vocab": {"b": 1, "a": 0}}}),
+    ):
         folder.mkdir()
         (folder / "tokenizer.json").write_text(json.dumps(text))
     assert token_difference(one, two) == ""

@@ -43,7 +43,11 @@ def write_large_folder(folder: Path, config: dict[str, object]) -> int:
     shapes = family(config).canonical(config)
     entries, num_bytes = {}, 0
     for name, shape in shapes.items():
-        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [num_bytes, num_bytes := num_bytes + 2 * math.prod(shape)]}
+        entries[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [num_bytes, num_bytes := num_bytes + 2 * math.prod(shape)],
+        }
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     block, random_starts = os.urandom(32 << 20), random.Random(0)
@@ -65,7 +69,9 @@ def write_folder(folder: Path, config: dict[str, object], *, seed: int = 0) -> P
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in family(config).canonical(config).items():
-        tensors[name] = torch.randn(shape, generator=generator).to(torch_dtype("float32" if "correction_bias" in name else "bfloat16"))
+        tensors[name] = torch.randn(shape, generator=generator).to(
+            torch_dtype("float32" if "correction_bias" in name else "bfloat16")
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     for name in COMPANIONS:

@@ -32,5 +32,7 @@ def export(
     }
     adapters = CheckpointAdapters(layers, DIM, ALPHA, factors, {})
     write_peft(InMemory(tensors), adapters, hf_config, out)
-    changed = {name: merge_lora(weights[name], tensors[a], tensors[b], adapters.scale) for name, (a, b) in factors.items()}
+    changed = {
+        name: merge_lora(weights[name], tensors[a], tensors[b], adapters.scale) for name, (a, b) in factors.items()
+    }
     return weights | changed

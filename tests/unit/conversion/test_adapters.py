@@ -9,7 +9,15 @@ import re
 import numpy as np
 import pytest
 
-from conversion.adapters import INPUT, OUTPUT, adapted_layers, adapter_family, factor_names, layers_of_keys, linear_layers
+from conversion.adapters import (
+    INPUT,
+    OUTPUT,
+    adapted_layers,
+    adapter_family,
+    factor_names,
+    layers_of_keys,
+    linear_layers,
+)
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
 from tests.proof.models import RandomCase, random_case
@@ -25,7 +33,9 @@ def canonical_values(case: RandomCase, layers: tuple[str, ...]) -> tuple[dict[st
     base, rng = family(case.hf_config), np.random.default_rng(0)
     shapes = adapter_family(base, layers, DIM).canonical(case.hf_config)
     factors = {name: rng.integers(-9, 10, shape) for name, shape in shapes.items()}
-    products = {weight: factors[b] @ factors[a] for weight, (a, b) in factor_names(base, case.hf_config, layers).items()}
+    products = {
+        weight: factors[b] @ factors[a] for weight, (a, b) in factor_names(base, case.hf_config, layers).items()
+    }
     assert {name: values.shape for name, values in products.items()}.items() <= base.canonical(case.hf_config).items()
     return factors, products
 
@@ -38,7 +48,9 @@ def filled(layout: Layout, values: dict[str, np.ndarray]) -> dict[Slot, np.ndarr
             tensors[slot] = np.zeros(content.shape, np.int64)
             for piece in content.pieces:
                 part = values[piece.name][tuple(slice(*bounds) for bounds in piece.box)]
-                tensors[slot][tuple(slice(*bounds) for bounds in piece.local)] = part.reshape([stop - start for start, stop in piece.local])
+                tensors[slot][tuple(slice(*bounds) for bounds in piece.local)] = part.reshape(
+                    [stop - start for start, stop in piece.local]
+                )
     return tensors
 
 
@@ -52,7 +64,9 @@ def test_the_parts_of_a_rank_fit_together(seed: int):
     for rank in range(case.world_size):
         coords = case.parallel.coords_of(rank, case.world_size)
         weights = filled(base.megatron_layout(case.hf_config, case.parallel, coords, "float32", case.flavour), products)
-        parts = filled(adapters.megatron_layout(case.hf_config, case.parallel, coords, "float32", case.flavour), factors)
+        parts = filled(
+            adapters.megatron_layout(case.hf_config, case.parallel, coords, "float32", case.flavour), factors
+        )
         for slot, a in parts.items():
             if slot.name.endswith(INPUT):
                 layer = slot.name.removesuffix(INPUT)
@@ -98,10 +112,16 @@ def test_layers_are_chosen_by_name_or_pattern():
         "decoder.layers.3.mlp.linear_fc2",
     ]
     assert adapted_layers(base, HYBRID) == tuple(every)
-    assert adapted_layers(base, HYBRID, target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"]) == tuple(every[i] for i in (3, 5, 6))
-    assert adapted_layers(base, HYBRID, exclude_modules=["*.experts.*", "linear_fc2"]) == tuple(every[i] for i in (0, 1, 4, 6, 7, 8))
+    assert adapted_layers(base, HYBRID, target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"]) == tuple(
+        every[i] for i in (3, 5, 6)
+    )
+    assert adapted_layers(base, HYBRID, exclude_modules=["*.experts.*", "linear_fc2"]) == tuple(
+        every[i] for i in (0, 1, 4, 6, 7, 8)
+    )
 
 
 def test_a_pattern_without_a_layer_is_refused():
-    with pytest.raises(ValueError, match=r"'q_proj' names no linear layer of the model; use in_proj, out_proj, linear_fc1"):
+    with pytest.raises(
+        ValueError, match=r"'q_proj' names no linear layer of the model; use in_proj, out_proj, linear_fc1"
+    ):
         adapted_layers(family(HYBRID), HYBRID, target_modules=["linear_qkv", "q_proj"])

@@ -7,11 +7,25 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conversion.boxes import Box, find_overlap, full, intersect, lengths, place, range_boxes, subtract, tiling_fault, uncovered, volume
+from conversion.boxes import (
+    Box,
+    find_overlap,
+    full,
+    intersect,
+    lengths,
+    place,
+    range_boxes,
+    subtract,
+    tiling_fault,
+    uncovered,
+    volume,
+)
 from tests.unit.conversion.dense import part
 
 SHAPE = (5, 4, 3)
-RANGES = [st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda pair: pair[0] < pair[1]) for size in SHAPE]
+RANGES = [
+    st.tuples(st.integers(0, size - 1), st.integers(1, size)).filter(lambda pair: pair[0] < pair[1]) for size in SHAPE
+]
 BOXES = st.tuples(*RANGES)
 
 

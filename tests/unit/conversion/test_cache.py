@@ -54,7 +54,9 @@ def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
     check_entry(folder)
     entry = read_entry(folder.parent)
     assert entry is not None and entry.model == str(hf)
-    assert entry.num_bytes == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    assert entry.num_bytes == sum(
+        path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"
+    )
     assert cached_mcore(hf, root, build=never) == folder
     assert sorted(os.listdir(root)) == ["building", "entries", "hashes", "leases"]
     assert os.listdir(root / "building") == os.listdir(root / "leases") == []
@@ -192,7 +194,9 @@ def test_an_entry_that_is_not_whole_is_made_again(hf: Path, root: Path, damage: 
 
 
 @pytest.mark.parametrize("moment", ["before it is looked for again", "before it is taken out"])
-def test_what_another_process_publishes_meanwhile_stays(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch, moment: str):
+def test_what_another_process_publishes_meanwhile_stays(
+    hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
     built = cached_mcore(hf, root.with_name("elsewhere")).parent
     final = root / "entries" / built.name
     final.mkdir(parents=True)
@@ -225,7 +229,9 @@ def test_a_model_that_changes_while_it_is_converted_is_refused(root: Path, tmp_p
 
 def test_damaged_bytes_of_the_hub_never_get_into_the_cache(hf: Path, root: Path, tmp_path: Path):
     data = (hf / "model.safetensors").read_bytes()
-    snapshot = hub_snapshot(tmp_path, hashlib.sha256(data).hexdigest(), data[:-3000] + bytes(2000) + data[-1000:]).parent
+    snapshot = hub_snapshot(
+        tmp_path, hashlib.sha256(data).hexdigest(), data[:-3000] + bytes(2000) + data[-1000:]
+    ).parent
     shutil.copyfile(hf / "config.json", snapshot / "config.json")
     with pytest.raises(ValueError, match="model.safetensors is damaged: the sha256 of"):
         cached_mcore(snapshot, root)
@@ -235,7 +241,9 @@ def test_damaged_bytes_of_the_hub_never_get_into_the_cache(hf: Path, root: Path,
     assert list(differences(cached_mcore(snapshot, root), hf)) == []
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["no room", "ctrl-c"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["no room", "ctrl-c"]
+)
 def test_an_interrupted_conversion_continues(hf: Path, root: Path, error: BaseException):
     child = light_processes().Process(target=fill_until, args=(hf, root, error))
     child.start()
@@ -286,7 +294,9 @@ def test_an_entry_is_on_disk_before_it_gets_its_name(hf: Path, root: Path, monke
     before = dict((path, size) for path, size in synced.calls if path.is_relative_to(root / "building"))
     (aside,) = {root / "building" / path.relative_to(root / "building").parts[0] for path in before}
     inside = [path.relative_to(folder.parent) for path in folder.rglob("*")]
-    assert {path: before.get(aside / path) for path in inside} == {path: (folder.parent / path).stat().st_size for path in inside}
+    assert {path: before.get(aside / path) for path in inside} == {
+        path: (folder.parent / path).stat().st_size for path in inside
+    }
 
 
 def test_a_builder_at_work_is_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from conversion import cache
-from conversion.cache import DAY_S, MARKER, cache_items, cached_mcore, check_entry, collect_garbage, entry_key, mcore_in_use
+from conversion.cache import (
+    DAY_S,
+    MARKER,
+    cache_items,
+    cached_mcore,
+    check_entry,
+    collect_garbage,
+    entry_key,
+    mcore_in_use,
+)
 from conversion.convert import convert_hf_to_mcore
 from conversion.files.owners import ABANDONED_S, owned, owned_name
 from tests.unit.conversion.cached_models import save_model
@@ -42,7 +51,9 @@ def names(root: Path) -> list[str]:
 
 def name_of_the_dead(what: str) -> str:
     code = f"from conversion.files.owners import owned_name; print(owned_name({what!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S
+    ).stdout.strip()
 
 
 def test_items_tell_model_size_and_use(root: Path):
@@ -92,7 +103,8 @@ def test_a_use_that_begins_while_gc_decides_is_respected(root: Path, monkeypatch
         looks.append(key)
         found = look(entry, key)
         if len(looks) == 7:
-            # Each was seen twice in the lists, and the first once more. All have been found unused; now somebody takes the first.
+            # Each was seen twice in the lists, and the first once more. All have been found unused; now somebody takes
+            # the first.
             (root / "leases" / owned_name(looks[0])).touch()
         return found
 
@@ -111,7 +123,13 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(root: Path):
     far_away[1] = "123"
     abandoned = [*far_away[:-1], "0123"]
     for folder in ("building", "leases"):
-        for name in (mine, ".".join(far_away), ".".join(abandoned), name_of_the_dead(key), name_of_the_dead(f"{key}.removed")):
+        for name in (
+            mine,
+            ".".join(far_away),
+            ".".join(abandoned),
+            name_of_the_dead(key),
+            name_of_the_dead(f"{key}.removed"),
+        ):
             path = root / folder / name
             path.mkdir() if folder == "building" else path.touch()
         long_ago = time.time() - ABANDONED_S - 60
@@ -123,7 +141,9 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(root: Path):
 
 
 @pytest.mark.parametrize("remover", ["gc", "a builder of the cache", "a conversion"])
-def test_what_is_being_removed_cannot_be_taken_over(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remover: str):
+def test_what_is_being_removed_cannot_be_taken_over(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remover: str
+):
     root, out = tmp_path / "cache", tmp_path / "out"
     key = entry_key(models[0], root, dtype=None)
     folder, what = (tmp_path, ".out.partial") if remover == "a conversion" else (root / "building", key)

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from conversion.cache import check_entry
-from tests.unit.conversion.cached_models import fill, fill_and_die, fill_in_files, fill_unseeing, fill_up_to, light_processes, save_model
+from tests.unit.conversion.cached_models import (
+    fill,
+    fill_and_die,
+    fill_in_files,
+    fill_unseeing,
+    fill_up_to,
+    light_processes,
+    save_model,
+)
 from tests.waiting import HANG_S
 
 NUM_PROCESSES = 8
@@ -29,7 +37,9 @@ def leftovers(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("function", "is_seeing"), [(fill, True), (fill_unseeing, False)])
-def test_of_many_at_once_all_get_one_result(hf: Path, tmp_path: Path, function: Callable[[Path, Path, Path], str], is_seeing: bool):
+def test_of_many_at_once_all_get_one_result(
+    hf: Path, tmp_path: Path, function: Callable[[Path, Path, Path], str], is_seeing: bool
+):
     root, log = tmp_path / "cache", tmp_path / "log"
     with light_processes().Pool(NUM_PROCESSES) as pool:
         pending = [pool.apply_async(function, (hf, root, log)) for _ in range(NUM_PROCESSES)]

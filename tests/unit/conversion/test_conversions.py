@@ -114,7 +114,9 @@ def test_one_dtype_for_all(folders, tmp_path: Path, dtype: str, kept: bool):
     convert_hf_to_mcore(hf, tmp_path / "wide", dtype="float32")
     convert_mcore_to_hf(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
     narrow = load_file(tmp_path / "narrow" / "model.safetensors")
-    assert all(torch.equal(narrow[name], tensor if name in biases else tensor.bfloat16()) for name, tensor in before.items())
+    assert all(
+        torch.equal(narrow[name], tensor if name in biases else tensor.bfloat16()) for name, tensor in before.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,12 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_equal_folders_have_no_differences(pair: tuple[Path, Path]):
     hf, mcore = pair
-    assert list(differences(hf, mcore)) == list(differences(mcore, hf)) == list(differences(mcore, mcore / "iter_0000000")) == []
+    assert (
+        list(differences(hf, mcore))
+        == list(differences(mcore, hf))
+        == list(differences(mcore, mcore / "iter_0000000"))
+        == []
+    )
 
 
 def test_differences_are_named(pair: tuple[Path, Path], tmp_path: Path):
@@ -164,7 +171,9 @@ def test_zeros_of_different_sign_differ(pair: tuple[Path, Path], tmp_path: Path)
     assert list(differences(*folders)) == ["lm_head.weight: 1 of 16896 values differ, by at most 0"]
 
 
-def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_written(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
+def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_written(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch
+):
     """Checksums of tensors come from the source by another path than what is written."""
     import conversion.files.torch_dist_writer as out
 
@@ -178,7 +187,9 @@ def test_a_wrong_rule_is_found_by_verify_although_every_file_is_as_it_was_writte
     monkeypatch.setattr(out, "fill_from", swapped)
     convert_hf_to_mcore(pair[0], tmp_path / "mcore")
     faults = list(faults_against_manifest(tmp_path / "mcore"))
-    assert faults and all("self_attn" in fault and "not those of the model that was converted" in fault for fault in faults)
+    assert faults and all(
+        "self_attn" in fault and "not those of the model that was converted" in fault for fault in faults
+    )
     with pytest.raises(ValueError, match="not the values that were written"):
         convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -195,7 +206,9 @@ def test_a_flipped_byte_is_found_wherever_it_is(pair: tuple[Path, Path], tmp_pat
     for name in names:
         content = (checkpoint / name).read_bytes()
         for position in positions(len(content)):
-            (checkpoint / name).write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            (checkpoint / name).write_bytes(
+                content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+            )
             with pytest.raises(ValueError, match="checksum differs|missing or damaged"):
                 check_files(checkpoint, names[:-1])
             try:
@@ -208,13 +221,17 @@ def test_a_flipped_byte_is_found_wherever_it_is(pair: tuple[Path, Path], tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
-def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, Path], tmp_path: Path, dtype: str | None):
+def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(
+    pair: tuple[Path, Path], tmp_path: Path, dtype: str | None
+):
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
     data = checkpoint / "iter_0000000" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
-    with pytest.raises(ValueError, match="not the values that were written" if dtype is None else "__0_0.distcp: its checksum differs"):
+    with pytest.raises(
+        ValueError, match="not the values that were written" if dtype is None else "__0_0.distcp: its checksum differs"
+    ):
         convert_mcore_to_hf(checkpoint, tmp_path / "back", dtype=dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
 
@@ -232,7 +249,9 @@ def test_a_flipped_byte_of_a_weight_is_found_without_a_manifest(pair: tuple[Path
     assert {path.name for path in tmp_path.iterdir()} == {"mcore"}
 
 
-def test_what_was_written_is_kept_when_the_disk_of_the_source_fails(pair: tuple[Path, Path], tmp_path: Path, monkeypatch):
+def test_what_was_written_is_kept_when_the_disk_of_the_source_fails(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch
+):
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
     real, reads = os.preadv, []
 
@@ -251,14 +270,17 @@ def test_what_was_written_is_kept_when_the_disk_of_the_source_fails(pair: tuple[
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
-def test_a_flipped_byte_of_an_export_is_found_when_it_is_converted_again(pair: tuple[Path, Path], tmp_path: Path, dtype: str | None):
+def test_a_flipped_byte_of_an_export_is_found_when_it_is_converted_again(
+    pair: tuple[Path, Path], tmp_path: Path, dtype: str | None
+):
     convert_mcore_to_hf(pair[1], tmp_path / "hf")
     data = tmp_path / "hf" / "model.safetensors"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
     with pytest.raises(
-        ValueError, match="not the values that were written" if dtype is None else "model.safetensors: its checksum differs"
+        ValueError,
+        match="not the values that were written" if dtype is None else "model.safetensors: its checksum differs",
     ):
         convert_hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", dtype=dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
@@ -291,6 +313,9 @@ def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Pa
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore"))
     (checkpoint / "stray").write_text("")
     (checkpoint / "iter_0000000" / "common.pt").unlink()
-    assert list(faults_against_manifest(checkpoint)) == ["stray: not in the manifest", "iter_0000000/common.pt: missing"]
+    assert list(faults_against_manifest(checkpoint)) == [
+        "stray: not in the manifest",
+        "iter_0000000/common.pt: missing",
+    ]
     with pytest.raises(ValueError, match="common.pt: missing"):
         check_files(checkpoint, ["iter_0000000/common.pt"])

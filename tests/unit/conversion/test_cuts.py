@@ -27,7 +27,9 @@ HIDDEN = 6
 
 def attention(num_heads: int, num_groups: int, head_dim: int) -> Qkv:
     key_shape = (num_groups * head_dim, HIDDEN)
-    return Qkv(Canonical("q", (num_heads * head_dim, HIDDEN)), Canonical("k", key_shape), Canonical("v", key_shape), head_dim)
+    return Qkv(
+        Canonical("q", (num_heads * head_dim, HIDDEN)), Canonical("k", key_shape), Canonical("v", key_shape), head_dim
+    )
 
 
 def built(cutout: Cutout, canonical: dict[str, np.ndarray]) -> np.ndarray:
@@ -58,10 +60,15 @@ def test_vllm_concatenates_query_key_value_and_repeats_key_heads(num_heads: int,
     cut = attention(num_heads, num_groups, head_dim)
     canonical = index_arrays({tensor.name: tensor.shape for tensor in cut.tensors})
     repeats = max(1, tp // num_groups)
-    keys, values = (np.repeat(canonical[name].reshape(num_groups, head_dim, HIDDEN), repeats, axis=0).reshape(-1, HIDDEN) for name in "kv")
+    keys, values = (
+        np.repeat(canonical[name].reshape(num_groups, head_dim, HIDDEN), repeats, axis=0).reshape(-1, HIDDEN)
+        for name in "kv"
+    )
     blocks = [np.split(array, tp) for array in (canonical["q"], keys, values)]
     for rank in range(tp):
-        assert np.array_equal(built(cut.vllm(AxisRank(tp, rank)), canonical), np.concatenate([block[rank] for block in blocks]))
+        assert np.array_equal(
+            built(cut.vllm(AxisRank(tp, rank)), canonical), np.concatenate([block[rank] for block in blocks])
+        )
 
 
 def test_a_head_that_cannot_be_cut_is_refused():
@@ -91,7 +98,9 @@ def test_vllm_gives_every_worker_a_single_group_and_megatron_refuses_it():
     canonical = index_arrays({"w": (11,)})
     cut = Sections(Canonical("w", (11,)), sections)
     assert built(cut.vllm(AxisRank(2, 1)), canonical).tolist() == [4, 5, 6, 7, 8, 9, 10]
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=2 does not divide the 1 heads or groups in section B of w"):
+    with pytest.raises(
+        ValueError, match="tensor_model_parallel_size=2 does not divide the 1 heads or groups in section B of w"
+    ):
         cut.megatron(AxisRank(2, 1))
 
 
@@ -99,8 +108,12 @@ def test_columns_and_rows_and_replicas():
     canonical = index_arrays({"w": (4, 6)})
     tensor = Canonical("w", (4, 6))
     for rank in range(2):
-        assert np.array_equal(built(ColumnParallel(tensor).megatron(AxisRank(2, rank)), canonical), np.split(canonical["w"], 2)[rank])
-        assert np.array_equal(built(RowParallel(tensor).vllm(AxisRank(2, rank)), canonical), np.split(canonical["w"], 2, axis=1)[rank])
+        assert np.array_equal(
+            built(ColumnParallel(tensor).megatron(AxisRank(2, rank)), canonical), np.split(canonical["w"], 2)[rank]
+        )
+        assert np.array_equal(
+            built(RowParallel(tensor).vllm(AxisRank(2, rank)), canonical), np.split(canonical["w"], 2, axis=1)[rank]
+        )
         assert np.array_equal(built(Replicated(tensor).vllm(AxisRank(2, rank)), canonical), canonical["w"])
     with pytest.raises(ValueError, match="does not divide the 4 rows of w; use a divisor of 4"):
         ColumnParallel(tensor).megatron(AxisRank(3, 0))

@@ -17,7 +17,8 @@ def rows(start: int, stop: int) -> Layout:
 
 
 def test_halves_on_two_nodes():
-    # Each rank holds 64 of 128 bytes; two workers on each node want all. A node could fetch its missing half once for both.
+    # Each rank holds 64 of 128 bytes; two workers on each node want all. A node could fetch its missing half once for
+    # both.
     sources = {0: rows(0, 4), 1: rows(4, 8)}
     targets = {0: rows(0, 8), 2: rows(0, 8), 1: rows(0, 8), 3: rows(0, 8)}
     least = least_bytes(sources, targets, gpu_of={gpu: gpu for gpu in targets}, node_of={0: 0, 2: 0, 1: 1, 3: 1})
@@ -31,9 +32,15 @@ def test_workers_of_a_node_that_want_overlapping_parts():
 
 
 def test_a_schedule_moves_no_more_than_the_least():
-    parallel, world_size = MegatronParallel(tp=2, pp=2, ep=2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=4), 8
+    parallel, world_size = (
+        MegatronParallel(tp=2, pp=2, ep=2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=4),
+        8,
+    )
     found = family(TINY)
-    sources = {rank: found.megatron_layout(TINY, parallel, parallel.coords_of(rank, world_size), "bfloat16") for rank in range(world_size)}
+    sources = {
+        rank: found.megatron_layout(TINY, parallel, parallel.coords_of(rank, world_size), "bfloat16")
+        for rank in range(world_size)
+    }
     targets = {gpu: found.vllm_layout(TINY, VllmParallel(2), gpu % 2, "bfloat16") for gpu in range(world_size)}
     places = dict(gpu_of={gpu: gpu for gpu in targets}, node_of={gpu: gpu // 4 for gpu in range(world_size)})
     moved = reshard(sources, targets, **places, buffer_bytes=1 << 20).link_bytes()

@@ -14,7 +14,8 @@ from conversion.files.hf_weights import check_hf
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 WAY_OUT = (
-    r"set num_nextn_predict_layers to 0 in config\.json of the model's folder \(of a checkpoint that is converted, in its hf_config\.json\)"
+    r"set num_nextn_predict_layers to 0 in config\.json of the model's folder \(of a checkpoint that is "
+    r"converted, in its hf_config\.json\)"
 )
 
 
@@ -26,7 +27,10 @@ def test_a_folder_without_the_layers_of_its_config(tmp_path: Path):
     """transformers writes such a folder: it ignores the layers when it reads a model."""
     hf = write_folder(tmp_path / "hf", tiny_config("nemotron_h"))
     set_steps(hf / "config.json", 1)
-    with pytest.raises(ValueError, match=rf"missing: mtp\.layers\.0\.\S+, .* and \d+ more; unknown to this model_type: none; .*{WAY_OUT}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"missing: mtp\.layers\.0\.\S+, .* and \d+ more; unknown to this model_type: none; .*{WAY_OUT}",
+    ):
         convert_hf_to_mcore(hf, tmp_path / "mcore")
     set_steps(hf / "config.json", 0)
     convert_hf_to_mcore(hf, tmp_path / "mcore")
@@ -51,7 +55,9 @@ def test_other_missing_tensors_have_no_such_way_out(tmp_path: Path):
     for missing in ("mtp.layers.0.enorm.weight", "lm_head.weight"):
         del tensors[missing]
     save_file(tensors, hf / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: lm_head\.weight, mtp\.layers\.0\.enorm\.weight; unknown to this model_type: none$"):
+    with pytest.raises(
+        ValueError, match=r"missing: lm_head\.weight, mtp\.layers\.0\.enorm\.weight; unknown to this model_type: none$"
+    ):
         check_hf(hf)
 
 
@@ -60,7 +66,10 @@ def test_layers_behind_the_last_are_left_out(tmp_path: Path, caplog: pytest.LogC
     hf = write_folder(tmp_path / "hf", tiny_config("glm4_moe"))
     config, tensors = hf / "config.json", load_file(hf / "model.safetensors")
     last = json.loads(config.read_text())["num_hidden_layers"]
-    extra = {f"model.layers.{last}.{name}": tensors["model.norm.weight"].clone() for name in ("enorm.weight", "shared_head.norm.weight")}
+    extra = {
+        f"model.layers.{last}.{name}": tensors["model.norm.weight"].clone()
+        for name in ("enorm.weight", "shared_head.norm.weight")
+    }
     save_file(tensors | extra, hf / "model.safetensors")
     with pytest.raises(ValueError, match=rf"unknown to this model_type: model\.layers\.{last}\.enorm\.weight"):
         check_hf(hf)
@@ -69,6 +78,9 @@ def test_layers_behind_the_last_are_left_out(tmp_path: Path, caplog: pytest.LogC
     assert "multi-token prediction is neither trained nor exported (tensors: 2)" in caplog.text
     convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert load_file(tmp_path / "back/model.safetensors").keys() == tensors.keys()
-    save_file(tensors | {f"model.layers.{last + 1}.enorm.weight": tensors["model.norm.weight"].clone()}, hf / "model.safetensors")
+    save_file(
+        tensors | {f"model.layers.{last + 1}.enorm.weight": tensors["model.norm.weight"].clone()},
+        hf / "model.safetensors",
+    )
     with pytest.raises(ValueError, match=rf"unknown to this model_type: model\.layers\.{last + 1}\.enorm\.weight"):
         check_hf(hf)

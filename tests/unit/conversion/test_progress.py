@@ -11,7 +11,9 @@ import pytest
 from conversion.progress import counter, log_progress
 
 
-def test_bytes_rate_and_time_left_are_told_every_few_seconds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_bytes_rate_and_time_left_are_told_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     add = counter(log_progress("there"), 8 * 10**9)

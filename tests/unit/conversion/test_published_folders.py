@@ -67,7 +67,9 @@ def test_another_output_layer_is_not_tied_whatever_the_config_says(hf: Path):
     assert read_model_config(back)["tie_word_embeddings"] is False and torch.equal(logits(back), expected)
     # vLLM believes config.json.
     seen = overridden_folder(hf, {}, beside=hf.parent / "run")
-    assert json.loads((seen / "config.json").read_text())["tie_word_embeddings"] is False and torch.equal(logits(seen), expected)
+    assert json.loads((seen / "config.json").read_text())["tie_word_embeddings"] is False and torch.equal(
+        logits(seen), expected
+    )
 
 
 def test_a_single_file_wins_over_an_index_that_was_left_behind(hf: Path):
@@ -88,19 +90,27 @@ def test_a_single_file_wins_over_an_index_that_was_left_behind(hf: Path):
 def test_weights_in_another_form_beside_those_of_an_index_are_left_to_their_readers(hf: Path):
     shard = "model-00001-of-00001.safetensors"
     (hf / SINGLE_FILE).rename(hf / shard)
-    (hf / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(hf / shard), shard)}))
+    (hf / INDEX_FILE).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(hf / shard), shard)})
+    )
     assert files_to_hide(hf) == [] and overridden_folder(hf, {}, beside=hf.parent / "run") == hf
     # vLLM prefers Mistral's own form, whatever the index says.
     save_file({"tok_embeddings.weight": torch.zeros(4, 4)}, hf / "consolidated.safetensors")
     seen = overridden_folder(hf, {}, beside=hf.parent / "run")
-    assert {path.name for path in seen.glob("*.safetensors*")} == {shard, INDEX_FILE} and torch.equal(logits(seen), logits(hf))
+    assert {path.name for path in seen.glob("*.safetensors*")} == {shard, INDEX_FILE} and torch.equal(
+        logits(seen), logits(hf)
+    )
 
 
 def test_tensors_that_megatron_has_in_one_may_have_several_dtypes(hf: Path):
-    before = {name: tensor if "q_proj" in name else tensor.bfloat16() for name, tensor in load_file(hf / SINGLE_FILE).items()}
+    before = {
+        name: tensor if "q_proj" in name else tensor.bfloat16() for name, tensor in load_file(hf / SINGLE_FILE).items()
+    }
     rewrite(hf, **before)
     after = load_file(there_and_back(hf) / SINGLE_FILE)
-    assert all(torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items()), "no digit is lost"
+    assert all(torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items()), (
+        "no digit is lost"
+    )
     assert after[QUERY].dtype == torch.float32 and after["model.norm.weight"].dtype == torch.bfloat16
     assert describe_dtypes(hf, "float32") == "12 bfloat16, 1 float32"
     assert describe_dtypes(hf, "bfloat16") == f"12 bfloat16, 1 float32; 1 are rounded to bfloat16, the first is {QUERY}"
@@ -113,7 +123,9 @@ def test_both_keys_say_the_dtype_of_the_weights(hf: Path):
 
 
 @pytest.mark.parametrize(("layers", "ends"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_the_dtype_is_that_of_the_layers_whatever_embedding_and_norms_have(hf: Path, layers: torch.dtype, ends: torch.dtype):
+def test_the_dtype_is_that_of_the_layers_whatever_embedding_and_norms_have(
+    hf: Path, layers: torch.dtype, ends: torch.dtype
+):
     before = load_file(hf / SINGLE_FILE)
     rewrite(hf, **{name: tensor.to(layers if "proj" in name else ends) for name, tensor in before.items()})
     configure(hf, dtype=str(layers).removeprefix("torch."))
@@ -139,19 +151,26 @@ def test_of_an_index_only_the_tensors_that_the_model_needs_must_be_there(hf: Pat
     weight_map = dict.fromkeys(before, "model-00001-of-00001.safetensors")
     # Frequencies that older versions of transformers stored, and a layer that somebody has dropped.
     more = ("model.layers.0.self_attn.rotary_emb.inv_freq", "vision_tower.patch_embed.weight")
-    write_json(hf / INDEX_FILE, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(more, "model-00001-of-00001.safetensors")})
+    write_json(
+        hf / INDEX_FILE,
+        {"metadata": {}, "weight_map": weight_map | dict.fromkeys(more, "model-00001-of-00001.safetensors")},
+    )
     AutoModelForCausalLM.from_pretrained(hf)
     assert list(differences(hf, there_and_back(hf))) == []
     rewrite_file = {name: tensor for name, tensor in before.items() if name != QUERY}
     save_file(rewrite_file, hf / "model-00001-of-00001.safetensors")
-    with pytest.raises(ValueError, match=f"the weights do not fit config.json; missing: {QUERY}; unknown to this model_type: none"):
+    with pytest.raises(
+        ValueError, match=f"the weights do not fit config.json; missing: {QUERY}; unknown to this model_type: none"
+    ):
         check_hf(hf)
 
 
 def test_experts_in_one_tensor_are_refused_with_a_way_out(tmp_path: Path):
     hf, stacked = models.save_model(tmp_path / "moe", "qwen3_moe"), tmp_path / "stacked"
     AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False)
-    with pytest.raises(ValueError, match=r"all experts of a layer are one tensor \(model.layers.0.mlp.experts.down_proj\)"):
+    with pytest.raises(
+        ValueError, match=r"all experts of a layer are one tensor \(model.layers.0.mlp.experts.down_proj\)"
+    ):
         check_hf(stacked)
 
 
@@ -188,8 +207,14 @@ def test_all_templates_of_a_tokenizer_are_kept(hf: Path):
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        (["adapter_config.json", "adapter_model.safetensors"], "it holds adapters of the library PEFT alone: merge them into their base"),
-        (["pytorch_model.bin", "pytorch_model.bin.index.json"], r"its weights are pickled \(.bin\): load them with transformers"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "it holds adapters of the library PEFT alone: merge them into their base",
+        ),
+        (
+            ["pytorch_model.bin", "pytorch_model.bin.index.json"],
+            r"its weights are pickled \(.bin\): load them with transformers",
+        ),
         (["consolidated.00.pth"], "its weights are pickled"),
         (["x-Q4_K_M.gguf"], "quantised for llama.cpp"),
         (["model-00001-of-00002.safetensors"], "neither model.safetensors nor named by model.safetensors.index.json"),

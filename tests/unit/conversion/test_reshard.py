@@ -19,7 +19,9 @@ def rows(start: int, stop: int, width: int = 4) -> Box:
     return ((start, stop), (0, width))
 
 
-def holder(*pieces: tuple[str, Box, Box], shape: tuple[int, ...], dtype: str = "float32", padding: tuple[Box, ...] = ()) -> Layout:
+def holder(
+    *pieces: tuple[str, Box, Box], shape: tuple[int, ...], dtype: str = "float32", padding: tuple[Box, ...] = ()
+) -> Layout:
     return {Slot("w"): SlotLayout(shape, dtype, tuple(Piece(name, box, local) for name, box, local in pieces), padding)}
 
 
@@ -72,7 +74,10 @@ def test_replicas_send_equally_much():
     lonely = {4 + index: holder(("b", ((0, 1),), ((0, 1),)), shape=(1,)) for index in range(4)}
     both: Layout = {**WHOLE, Slot("v"): SlotLayout((1,), "float32", (Piece("b", ((0, 1),), ((0, 1),)),))}
     schedule = reshard(
-        replicas | lonely, {gpu: both for gpu in range(4, 8)}, gpu_of={gpu: gpu for gpu in range(4, 8)}, buffer_bytes=1 << 16
+        replicas | lonely,
+        {gpu: both for gpu in range(4, 8)},
+        gpu_of={gpu: gpu for gpu in range(4, 8)},
+        buffer_bytes=1 << 16,
     )
     assert schedule.sent_bytes() == dict.fromkeys(range(4), 128) | dict.fromkeys(range(4, 8), 0)
 
@@ -83,7 +88,9 @@ def test_no_replica_serves_two_engines_while_another_idles():
     sources = {0: more, 1: WHOLE, 2: more, 3: WHOLE}
     targets: dict[int, Layout] = {10: more, 11: WHOLE, 12: WHOLE, 13: WHOLE}
     schedule = reshard(sources, targets, gpu_of={target: target for target in targets}, buffer_bytes=1 << 16)
-    senders = {next(pull.rank for pull in pulls_of(schedule, target) if pull.copy.target == Slot("w")) for target in targets}
+    senders = {
+        next(pull.rank for pull in pulls_of(schedule, target) if pull.copy.target == Slot("w")) for target in targets
+    }
     assert senders == {0, 1, 2, 3}
 
 
@@ -97,7 +104,9 @@ def test_one_engine_draws_on_all_replicas():
 def test_the_own_node_comes_before_the_least_loaded_rank():
     # Node 0 has rank 0 and GPUs 4 and 5, node 1 has ranks 1 to 3.
     node_of = {0: 0, 4: 0, 5: 0, 1: 1, 2: 1, 3: 1}
-    schedule = reshard(dict.fromkeys(range(4), WHOLE), {4: WHOLE, 5: WHOLE}, gpu_of={4: 4, 5: 5}, node_of=node_of, buffer_bytes=1 << 16)
+    schedule = reshard(
+        dict.fromkeys(range(4), WHOLE), {4: WHOLE, 5: WHOLE}, gpu_of={4: 4, 5: 5}, node_of=node_of, buffer_bytes=1 << 16
+    )
     assert schedule.sent_bytes() == {0: 256, 1: 0, 2: 0, 3: 0}
     assert schedule.link_bytes() == {"gpu": 0, "node": 256, "network": 0}
 
@@ -129,8 +138,13 @@ def test_split_cuts_rows_first():
 
 
 def test_experts_are_stacked_by_a_leading_dimension():
-    sources = {0: holder(("e0", rows(0, 2), rows(0, 2)), shape=(2, 4)), 1: holder(("e1", rows(0, 2), rows(0, 2)), shape=(2, 4))}
-    target = holder(("e0", rows(0, 2), ((0, 1), *rows(0, 2))), ("e1", rows(0, 2), ((1, 2), *rows(0, 2))), shape=(2, 2, 4))
+    sources = {
+        0: holder(("e0", rows(0, 2), rows(0, 2)), shape=(2, 4)),
+        1: holder(("e1", rows(0, 2), rows(0, 2)), shape=(2, 4)),
+    }
+    target = holder(
+        ("e0", rows(0, 2), ((0, 1), *rows(0, 2))), ("e1", rows(0, 2), ((1, 2), *rows(0, 2))), shape=(2, 2, 4)
+    )
     schedule = reshard(sources, {0: target}, gpu_of={0: 0}, buffer_bytes=128)
     first, second = pulls_of(schedule, 0)
     assert (first.holding.box, first.copy.box) == (rows(0, 2), ((0, 1), *rows(0, 2)))
@@ -151,7 +165,12 @@ def test_dtypes_and_transforms_travel_with_the_copy():
     (pull,) = pulls_of(schedule, 0)
     ((leaving,),) = schedule.sent_by(1)
     assert leaving.message.copies == (pull.copy,) and pull.holding == pull.copy.holders[leaving.source_class]
-    assert (pull.holding.dtype, pull.copy.dtype, pull.copy.transform, pull.copy.num_bytes) == ("bfloat16", "float32", "neg_exp", 64)
+    assert (pull.holding.dtype, pull.copy.dtype, pull.copy.transform, pull.copy.num_bytes) == (
+        "bfloat16",
+        "float32",
+        "neg_exp",
+        64,
+    )
     assert schedule.class_of(0).written_bytes == 128
 
 
@@ -173,7 +192,9 @@ def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
         "Engines keep as float32 what the trainer holds as bfloat16: layers.*.A",
         "Engines round to bfloat16 what the trainer holds as float32: layers.*.gate",
     ]
-    many = "Engines round to bfloat16 what the trainer holds as float32: " + ", ".join(f"layers.*.{name}" for name in "abcdef")
+    many = "Engines round to bfloat16 what the trainer holds as float32: " + ", ".join(
+        f"layers.*.{name}" for name in "abcdef"
+    )
     wide, narrow = (layout(**dict.fromkeys("abcdefghi", dtype)) for dtype in ("float32", "bfloat16"))
     assert casts(wide, narrow) == [many + " and 3 more"]
 
@@ -213,7 +234,10 @@ def test_equal_layouts_need_not_be_one_object():
         (holder(("a", rows(0, 8), rows(0, 8)), shape=(8, 4), padding=(rows(7, 8),)), "overlap"),
         (holder(("a", rows(0, 8), rows(1, 9)), shape=(8, 4)), r"w: box .* of a does not fit box .* of shape \(8, 4\)"),
         (holder(("a", rows(0, 8), rows(0, 7)), shape=(8, 4)), "does not fit"),
-        (holder(("a", rows(0, 9), rows(0, 9)), shape=(9, 4)), r"w needs box \(\(8, 9\), \(0, 4\)\) of a, which no source holds"),
+        (
+            holder(("a", rows(0, 9), rows(0, 9)), shape=(9, 4)),
+            r"w needs box \(\(8, 9\), \(0, 4\)\) of a, which no source holds",
+        ),
         (holder(("b", rows(0, 8), rows(0, 8)), shape=(8, 4)), "w needs b, which no source holds"),
     ],
 )

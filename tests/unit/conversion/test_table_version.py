@@ -83,9 +83,22 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
     "mixtral": [_with(_DECODER, num_local_experts=4, num_experts_per_tok=2)],
     "nemotron_h": [HYBRID, _with(HYBRID, moe_latent_size=4)],
     "qwen2": [_DECODER],
-    "qwen2_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10)],
+    "qwen2_moe": [
+        _with(
+            _DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10
+        )
+    ],
     "qwen3": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
-    "qwen3_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
+    "qwen3_moe": [
+        _with(
+            _DECODER,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=6,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        )
+    ],
 }
 
 # By version, then by model_type. Versions that were published stay.
@@ -116,7 +129,12 @@ def digest(model_type: str) -> str:
 
 def described(layout: Layout) -> list[object]:
     return [
-        [slot.name, content.shape, [[piece.name, piece.box, piece.local, piece.transform] for piece in content.pieces], content.padding]
+        [
+            slot.name,
+            content.shape,
+            [[piece.name, piece.box, piece.local, piece.transform] for piece in content.pieces],
+            content.padding,
+        ]
         for slot, content in layout.items()
     ]
 
@@ -127,7 +145,8 @@ def test_a_changed_layout_has_another_table_version(model_type: str):
     known = DIGESTS.get(TABLE_VERSION, {}).get(model_type)
     assert digest(model_type) == known, (
         "checkpoints of this family are laid out in another way than before, or manifests are: raise TABLE_VERSION of "
-        "conversion.files.manifest, so that no run takes an old one out of the cache, and add the digests of the new version here"
+        "conversion.files.manifest, so that no run takes an old one out of the cache, and add the digests of the "
+        "new version here"
     )
 
 

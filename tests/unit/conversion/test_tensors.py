@@ -12,7 +12,17 @@ import torch
 
 from conversion import tensors
 from conversion.boxes import lengths
-from conversion.tensors import StoredTensor, blocks, box_view, byte_view, dtype_name, read_ahead, read_stored, torch_dtype, transformed
+from conversion.tensors import (
+    StoredTensor,
+    blocks,
+    box_view,
+    byte_view,
+    dtype_name,
+    read_ahead,
+    read_stored,
+    torch_dtype,
+    transformed,
+)
 from tests.waiting import HANG_S
 
 
@@ -43,7 +53,9 @@ def test_a_name_of_no_weight_dtype_is_refused(name: str):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block_bytes", [16, 100, 1 << 20])
-def test_every_box_of_a_stored_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int):
+def test_every_box_of_a_stored_tensor_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block_bytes: int
+):
     """Rows larger and smaller than a block, parts of rows, contiguous targets and others, with and without a cast."""
     monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
     tensor = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(2, 3, 4)

@@ -72,7 +72,9 @@ def test_each_update_has_a_batch_of_its_own(model: str):
     sequences = [sequence(5), sequence(6, is_valid=False), sequence(7), sequence(1)]
     policy = policy_config(model=model)
     policy.train_global_batch_size = 2
-    made = make_batches(sequences, RunConfig(policy=policy, cluster=ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)))
+    made = make_batches(
+        sequences, RunConfig(policy=policy, cluster=ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4))
+    )
     assert [update.sequences for update in made] == [tuple(sequences[:2]), tuple(sequences[2:])]
     assert [update.num_valid_tokens for update in made] == [5, 8]
 
@@ -87,7 +89,8 @@ def test_logprob_passes_have_rows_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"]
+    "algorithm",
+    ["balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"],
 )
 def test_rows_in_order_of_their_tokens(algorithm: str):
     lengths = [3, 17, 20, 2, 30, 9, 9, 1]
@@ -108,7 +111,9 @@ def test_dynamic_batching_and_fixed_rows():
         (((0, 1, 2), (3,)), ((4, 5, 6), (7,))),
         (((0, 1, 2, 3),), ((4, 5, 6, 7),)),
     )
-    policy.dynamic_batching = DynamicBatchingConfig(True, train_mb_tokens=13, logprob_mb_tokens=32, sequence_length_round=2)
+    policy.dynamic_batching = DynamicBatchingConfig(
+        True, train_mb_tokens=13, logprob_mb_tokens=32, sequence_length_round=2
+    )
     assert plan_batch(lengths, policy, dp_size=2, cost=COST) == (
         (((1, 3), (7,), (0,)), ((4, 6), (2,), (5,))),
         (((1, 3, 7, 0),), ((4, 6, 2, 5),)),
@@ -123,7 +128,9 @@ def test_padding_stays_within_the_limit():
     policy.sequence_packing.enabled = False
     policy.train_micro_batch_size, policy.logprob_batch_size, policy.max_total_sequence_length = 3, 1, 33
     assert (policy.row_multiple, max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob")) == (2, 100, 34)
-    policy.dynamic_batching = DynamicBatchingConfig(True, train_mb_tokens=70, logprob_mb_tokens=65, sequence_length_round=16)
+    policy.dynamic_batching = DynamicBatchingConfig(
+        True, train_mb_tokens=70, logprob_mb_tokens=65, sequence_length_round=16
+    )
     assert (policy.row_multiple, max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob")) == (16, 64, 64)
 
 
@@ -146,7 +153,14 @@ def test_a_rollout_longer_than_a_row_is_refused(model: str):
 def test_the_sequences_of_a_rollout_are_trained_in_one_update(model: str):
     """An update has so many rollouts, however many sequences they have."""
     further = RolloutInfo("0/a/9", "a", 9, 1, 4, 9, "stop", None, place=1)
-    sequences = [sequence(5), TrainSequence(further, 0.5, True), sequence(6), sequence(7), TrainSequence(further, 0.5, True), sequence(8)]
+    sequences = [
+        sequence(5),
+        TrainSequence(further, 0.5, True),
+        sequence(6),
+        sequence(7),
+        TrainSequence(further, 0.5, True),
+        sequence(8),
+    ]
     policy = policy_config(model=model)
     policy.train_global_batch_size = 2
     cluster = ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)

@@ -28,9 +28,13 @@ from tests.unit.data.test_rows import dataset
 from tests.waiting import HANG_S
 
 
-def ask(question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None) -> tuple[int, ...]:
+def ask(
+    question: str, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat, tools: list[Message] | None = None
+) -> tuple[int, ...]:
     """Token ids of one question."""
-    text = render(with_prompts([{"role": "user", "content": question}], chat, around="last"), tools or [], tokenizer, chat)
+    text = render(
+        with_prompts([{"role": "user", "content": question}], chat, around="last"), tools or [], tokenizer, chat
+    )
     return tokenize([text], tokenizer)[0]
 
 
@@ -66,9 +70,13 @@ def test_the_last_question_is_formatted_and_a_system_message_of_the_row_stays():
 
 def test_template_arguments_and_tools_reach_the_template():
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}"
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}"
+    )
     assert ask("q", tokenizer, ChatFormat()) == tuple(b"q")
-    assert ask("q", tokenizer, ChatFormat(template_kwargs={"enable_thinking": True}), [{"name": "add"}]) == tuple(b"q?add")
+    assert ask("q", tokenizer, ChatFormat(template_kwargs={"enable_thinking": True}), [{"name": "add"}]) == tuple(
+        b"q?add"
+    )
 
 
 def test_what_the_template_refuses_is_an_error_of_the_row():
@@ -98,7 +106,9 @@ def test_a_tokenizer_without_template_is_refused():
         ("ask.jinja", "A: 1+1"),
     ],
 )
-def test_the_template_is_the_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str):
+def test_the_template_is_the_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: str
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ask.jinja").write_text("A: {{ messages[0].content }}")
     tokenizer = byte_tokenizer(4096)
@@ -161,7 +171,9 @@ def test_what_a_checkpoint_keeps_of_a_template_is_what_transformers_reads(tmp_pa
     file = tmp_path / "mine.jinja"
     file.write_text("[{{ messages[0]['content'] }}]")
     (tmp_path / "chat_template.jinja").write_text(template_text(str(file)))
-    assert load_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[q]"
+    assert (
+        load_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "q"}], tokenize=False) == "[q]"
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN_TOKENIZERS)
@@ -179,11 +191,22 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_chooses_and_needs_no_tor
     assert type(ours) is type(theirs) and ours.get_vocab() == theirs.get_vocab()
     messages = [{"role": "user", "content": "ä€🙂 12+34="}]
     for tokenizer in (ours, theirs):
-        assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<|user|>ä€🙂 12+34=<|assistant|>"
+        assert (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            == "<|user|>ä€🙂 12+34=<|assistant|>"
+        )
     assert ours("<|user|>ä€🙂<|assistant|>") == theirs("<|user|>ä€🙂<|assistant|>")
     # All settings but where they were read, and how.
-    kept = [{key: value for key, value in tokenizer.init_kwargs.items() if key != "_from_auto"} for tokenizer in (ours, theirs)]
+    kept = [
+        {key: value for key, value in tokenizer.init_kwargs.items() if key != "_from_auto"}
+        for tokenizer in (ours, theirs)
+    ]
     assert kept[0] == kept[1] and ours.special_tokens_map == theirs.special_tokens_map
-    script = "import sys; from mrl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=True)
+    script = (
+        "import sys; from mrl.data.chat import load_tokenizer; load_tokenizer(sys.argv[1]); print('torch' in "
+        "sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert found.stdout == "False\n"

@@ -15,8 +15,8 @@ from mrl.recipes.tokenizer import byte_tokenizer
 
 # As Llama 3.2's and gpt-oss's.
 LLAMA = (
-    "{% if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
-    "{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}Today Date: {{ date_string }}"
+    "{% if not date_string is defined %}{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b "
+    "%Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}Today Date: {{ date_string }}"
 )
 GPT_OSS = 'Current date: {{ strftime_now( "%Y-%m-%d" ) }} it\'s {{ strftime_now("%A") ~ "" }}'
 ASKED = [{"role": "user", "content": "x"}]
@@ -41,7 +41,9 @@ def test_the_clock_of_a_template_stands_still(template: str, monkeypatch: pytest
 
 def test_dates_that_cannot_be_fixed_are_refused():
     assert dated("{{ now }}", "tomorrow") == "{{ now }}"
-    with pytest.raises(ValueError, match="policy.tokenizer.template_date=tomorrow is no date .*; write it as 2026-01-31"):
+    with pytest.raises(
+        ValueError, match="policy.tokenizer.template_date=tomorrow is no date .*; write it as 2026-01-31"
+    ):
         dated(LLAMA, "tomorrow")
     with pytest.raises(ValueError, match="calls strftime_now with a format that it chooses as it renders"):
         dated("{% set f = '%Y' %}{{ strftime_now(f) }}", "2024-02-29")

@@ -25,7 +25,11 @@ def found(folder: Path, name: str | None = None, **keys: str) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in files]
 
 
-OPEN_MATH = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/train_1M-00000-of-00001.parquet")
+OPEN_MATH = (
+    "data/train-00000-of-00002.parquet",
+    "data/train-00001-of-00002.parquet",
+    "data/train_1M-00000-of-00001.parquet",
+)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +38,10 @@ OPEN_MATH = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.par
         (OPEN_MATH, {}, OPEN_MATH[:2]),
         (OPEN_MATH, {"split": "train_1M"}, OPEN_MATH[2:]),
         (OPEN_MATH, {"name": "OpenMathInstruct-2"}, OPEN_MATH[2:]),
-        (("main/train-0-of-1.parquet", "socratic/train-0-of-1.parquet"), {"name": "gsm8k"}, ["main/train-0-of-1.parquet"]),
-        (("main/train.parquet", "socratic/train.parquet"), {"name": "gsm8k", "subset": "socratic"}, ["socratic/train.parquet"]),
+        (("main/train-0-of-1.parquet", "socratic/train-0-of-1.parquet"), {"name": "gsm8k"},
+         ["main/train-0-of-1.parquet"]),
+        (("main/train.parquet", "socratic/train.parquet"), {"name": "gsm8k", "subset": "socratic"},
+         ["socratic/train.parquet"]),
         (("train.jsonl", "test.jsonl"), {"name": "gsm8k", "split": "test"}, ["test.jsonl"]),
         (("data/dapo-math-17k.parquet", "README.json"), {"name": "DAPOMath17K"}, ["data/dapo-math-17k.parquet"]),
         (("deepscaler.json", "dataset_infos.json"), {"name": "DeepScaler"}, ["deepscaler.json"]),
@@ -70,7 +76,8 @@ TRAIN = "[{split: train, path: %s}]"
     ("configs", "keys", "expected"),
     [
         ([of("en", TRAIN % "en/train-*")], {}, ["en/train-0.parquet"]),
-        ([of("en", TRAIN % "en/train-*"), of("fr", TRAIN % "fr/train-*", ", default: true")], {}, ["fr/train-0.parquet"]),
+        ([of("en", TRAIN % "en/train-*"), of("fr", TRAIN % "fr/train-*", ", default: true")], {},
+         ["fr/train-0.parquet"]),
         ([of("default", "all.jsonl"), of("fr", TRAIN % "fr/train-*")], {}, ["all.jsonl"]),
         ([of("en", TRAIN % "en/train-*"), of("fr", TRAIN % "fr/train-*")], {"subset": "fr"}, ["fr/train-0.parquet"]),
         ([of("fr", "[{split: train, path: fr/train-*}, {split: test, path: [fr/dev-*, en/*]}]")], {"split": "test"},
@@ -78,8 +85,10 @@ TRAIN = "[{split: train, path: %s}]"
         (["{config_name: fr, data_dir: fr}"], {"split": "validation"}, ["fr/dev-0.parquet"]),
         ([of("en", TRAIN % '"**/train-*"')], {}, ["en/train-0.parquet", "fr/train-0.parquet"]),
         ([of("en", TRAIN % "en/train-*")], {"subset": "x"}, ["x/train.jsonl"]),
-        ([of("a", TRAIN % "en/*"), of("b", TRAIN % "fr/*")], {}, "names several configs, and none as default; .* one of a, b"),
-        ([of("a", TRAIN % "en/*")], {"subset": "b"}, "data.train.subset=b: .*README.md has no such config; use one of a"),
+        ([of("a", TRAIN % "en/*"), of("b", TRAIN % "fr/*")], {},
+         "names several configs, and none as default; .* one of a, b"),
+        ([of("a", TRAIN % "en/*")], {"subset": "b"},
+         "data.train.subset=b: .*README.md has no such config; use one of a"),
         ([of("a", TRAIN % "en/*")], {"split": "test"}, r"README.md has no files .* of split test; .*it has train"),
         ([of("a", TRAIN % "../*")], {}, r"config a in .*README.md leads out of the folder .\.\./\*"),
         ([of("a", TRAIN % '"https://x/y.parquet"')], {}, "leads out of the folder"),
@@ -114,12 +123,15 @@ def test_a_header_of_its_own_file_counts_too(tmp_path: Path):
 def test_what_save_to_disk_wrote(tmp_path: Path):
     for split in ("train", "test"):
         make(tmp_path / split, "data-00000-of-00001.arrow", "dataset_info.json")
-        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+        (tmp_path / split / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+        )
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     assert found(tmp_path, split="test") == ["test/data-00000-of-00001.arrow"]
     assert found(tmp_path / "train") == ["data-00000-of-00001.arrow"]
     with pytest.raises(
-        ValueError, match=r"has no files of split valid; set data.train.split, .*\(there are dataset_dict.json, test, train\)"
+        ValueError,
+        match=r"has no files of split valid; set data.train.split, .*\(there are dataset_dict.json, test, train\)",
     ):
         found(tmp_path, split="valid")
 
@@ -137,13 +149,19 @@ def test_data_sets_of_the_hub_come_from_the_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     gsm8k = cached(tmp_path, "openai/gsm8k", "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet")
-    assert find_data_files(dataset("gsm8k", data_path=None), setting="data.train") == [gsm8k / "main/train-00000-of-00001.parquet"]
+    assert find_data_files(dataset("gsm8k", data_path=None), setting="data.train") == [
+        gsm8k / "main/train-00000-of-00001.parquet"
+    ]
     mine = cached(tmp_path, "me/rows", "train.jsonl")
     assert find_data_files(dataset(data_path="me/rows"), setting="data.train") == [mine / "train.jsonl"]
     headed = cached(tmp_path, "me/configs", "en/train.jsonl", "fr/train.jsonl")
     header(headed, "configs: [" + ", ".join(of(name, TRAIN % f"{name}/*") for name in ("en", "fr")) + "]")
-    assert find_data_files(dataset(data_path="me/configs", subset="fr"), setting="data.train") == [headed / "fr/train.jsonl"]
-    with pytest.raises(ValueError, match="data.train: the data set me/nothing is neither in the local .* nor to be downloaded"):
+    assert find_data_files(dataset(data_path="me/configs", subset="fr"), setting="data.train") == [
+        headed / "fr/train.jsonl"
+    ]
+    with pytest.raises(
+        ValueError, match="data.train: the data set me/nothing is neither in the local .* nor to be downloaded"
+    ):
         find_data_files(dataset(data_path="me/nothing"), setting="data.train")
 
 
@@ -163,5 +181,7 @@ def test_folders_without_the_rows_asked_for(tmp_path: Path, names: tuple[str, ..
 
 def test_a_file_of_an_unknown_kind_is_refused(tmp_path: Path):
     make(tmp_path, "rows.csv")
-    with pytest.raises(ValueError, match="data.train.data_path=.*rows.csv: a file of an unknown kind; use one of .parquet"):
+    with pytest.raises(
+        ValueError, match="data.train.data_path=.*rows.csv: a file of an unknown kind; use one of .parquet"
+    ):
         find_data_files(dataset(data_path=str(tmp_path / "rows.csv")), setting="data.train")

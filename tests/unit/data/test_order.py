@@ -48,7 +48,13 @@ def test_what_is_consumed_is_left_out_and_nothing_else(num_prompts: int, num_epo
     assert whole == prompts_at(0, num_epochs * num_prompts, num_prompts=num_prompts, seed=7)
     consumed = data.draw(st.sets(st.sampled_from(whole)))
     left = list(
-        prompts_left({(epoch, names[index]) for epoch, index in consumed}, num_prompts, names.__getitem__, num_epochs=num_epochs, seed=7)
+        prompts_left(
+            {(epoch, names[index]) for epoch, index in consumed},
+            num_prompts,
+            names.__getitem__,
+            num_epochs=num_epochs,
+            seed=7,
+        )
     )
     assert left == [pick for pick in whole if pick not in consumed]
 
@@ -79,7 +85,13 @@ def test_the_longest_come_first_and_equals_by_the_length_of_the_prompt():
     hints = LengthHints()
     hints.note(prompt("long"), [90])
     hints.note(prompt("short"), [10])
-    asked = [(0, prompt("short")), (0, prompt("new", 3)), (0, prompt("newer", 7)), (0, prompt("newest", 3)), (1, prompt("long"))]
+    asked = [
+        (0, prompt("short")),
+        (0, prompt("new", 3)),
+        (0, prompt("newer", 7)),
+        (0, prompt("newest", 3)),
+        (1, prompt("long")),
+    ]
     assert [one.prompt_id for _, one in hints.longest_first(asked)] == ["long", "newer", "new", "newest", "short"]
 
 

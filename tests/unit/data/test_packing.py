@@ -55,7 +55,15 @@ def test_a_sampled_sequence_has_every_number_at_its_own_token():
     row = pack_row(sequences, divisible_by=10, sequence_multiple=5, pad_token_id=PAD)
     row.entropy_T, row.old_logprobs_T = old_T / 8, old_T
     assert token_samples(row, [4]) == {
-        4: TokenSample([1, 2, 3, 4], [0, 0, 1, 1], [0, 0, -0.5, -1.5], [0, 0, 1, 2], [0, 0, 0.5, 0.5], [0, 0, 1, 1], [0, 0, 0.125, 0.25])
+        4: TokenSample(
+            [1, 2, 3, 4],
+            [0, 0, 1, 1],
+            [0, 0, -0.5, -1.5],
+            [0, 0, 1, 2],
+            [0, 0, 0.5, 0.5],
+            [0, 0, 1, 1],
+            [0, 0, 0.125, 0.25],
+        )
     }
     (second,) = token_samples(replace(row, old_logprobs_T=None), [9, 77]).values()
     assert second == TokenSample(
@@ -67,7 +75,14 @@ def test_a_long_sequence_is_sampled_to_its_bound():
     row = pack_row({0: pulled(rollout([1], list(range(2, 5002))), 1.0, True)}, divisible_by=1, pad_token_id=PAD)
     (sample,) = token_samples(replace(row, entropy_T=torch.zeros(5001)), [0]).values()
     lengths = {
-        len(values) for values in (sample.token_ids, sample.is_generated, sample.generator_logprobs, sample.advantages, sample.loss_mask)
+        len(values)
+        for values in (
+            sample.token_ids,
+            sample.is_generated,
+            sample.generator_logprobs,
+            sample.advantages,
+            sample.loss_mask,
+        )
     }
     assert lengths == {MAX_SAMPLED_TOKENS}
 
@@ -80,7 +95,9 @@ def test_an_invalid_sequence_is_generated_but_not_trained():
 
 
 def test_what_the_environment_said_is_seen_and_not_trained():
-    turns = replace(rollout([1], [2, 3, 40, 41, 5], [-0.5, -1.5, 0.0, 0.0, -2.5]), earlier_turns=(Turn(0, 2, 7),), last_turn_start=4)
+    turns = replace(
+        rollout([1], [2, 3, 40, 41, 5], [-0.5, -1.5, 0.0, 0.0, -2.5]), earlier_turns=(Turn(0, 2, 7),), last_turn_start=4
+    )
     row = pack_row({0: pulled(turns, 2.0, True)}, divisible_by=1, pad_token_id=PAD)
     assert row.token_ids_T.tolist() == [1, 2, 3, 40, 41, 5]
     assert row.labels_T.tolist() == [2, 3, 40, 41, 5, 0]
@@ -121,11 +138,20 @@ def test_a_full_row_has_no_padding_sequence():
     assert row.cu_seqlens.tolist() == [0, 4]
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 8), st.sampled_from([1, 4]))
-def test_every_sequence_can_be_read_back(shapes: list[tuple[int, int, bool]], divisible_by: int, sequence_multiple: int):
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6),
+    st.integers(1, 8),
+    st.sampled_from([1, 4]),
+)
+def test_every_sequence_can_be_read_back(
+    shapes: list[tuple[int, int, bool]], divisible_by: int, sequence_multiple: int
+):
     divisible_by *= sequence_multiple
     rollouts = [rollout(list(range(1, p + 1)), list(range(100, 100 + g))) for p, g, _ in shapes]
-    sequences = {i: pulled(item, float(i + 1), is_valid) for i, (item, (_, _, is_valid)) in enumerate(zip(rollouts, shapes, strict=True))}
+    sequences = {
+        i: pulled(item, float(i + 1), is_valid)
+        for i, (item, (_, _, is_valid)) in enumerate(zip(rollouts, shapes, strict=True))
+    }
     row = pack_row(sequences, divisible_by=divisible_by, sequence_multiple=sequence_multiple, pad_token_id=PAD)
     bounds = row.cu_seqlens.tolist()
     assert bounds[-1] == len(row.token_ids_T) and bounds[-1] % divisible_by == 0
@@ -166,7 +192,9 @@ def test_routes_beyond_a_byte_keep_their_ids():
 def test_rollouts_with_and_without_routes_do_not_share_a_row():
     routed = replace(rollout([1], [2]), routes=np.zeros((1, 1, 1), dtype=np.uint8))
     with pytest.raises(ValueError, match="1 of 2 rollouts"):
-        pack_row({0: pulled(routed, 1.0, True), 1: pulled(rollout([1], [2]), 1.0, True)}, divisible_by=1, pad_token_id=PAD)
+        pack_row(
+            {0: pulled(routed, 1.0, True), 1: pulled(rollout([1], [2]), 1.0, True)}, divisible_by=1, pad_token_id=PAD
+        )
 
 
 def test_a_rollout_in_which_nothing_was_sampled_has_no_routes():
@@ -182,14 +210,24 @@ def test_values_follow_their_sequences_into_other_rows():
     sequences = [pulled(rollout([1], list(range(length))), 0.5, True) for length in [2, 7, 4]]
 
     def packed(plan: list[list[int]]) -> list[PackedRow]:
-        return [pack_row({i: sequences[i] for i in row}, divisible_by=8, sequence_multiple=4, pad_token_id=PAD) for row in plan]
+        return [
+            pack_row({i: sequences[i] for i in row}, divisible_by=8, sequence_multiple=4, pad_token_id=PAD)
+            for row in plan
+        ]
 
     rows, other_rows = packed([[1], [2, 0], []]), packed([[0, 2, 1]])
     # Sequence i has the values 10 i, 10 i + 1, ..., its padding too; padding of a row has -1.
     values = [torch.arange(size) + 10.0 * index for index, size in enumerate((4, 8, 8))]
     row_padding = [torch.full((size,), -1.0) for size in (0, 4, 8)]
-    of_rows = [torch.cat([values[1], row_padding[0]]), torch.cat([values[2], values[0], row_padding[1]]), row_padding[2]]
+    of_rows = [
+        torch.cat([values[1], row_padding[0]]),
+        torch.cat([values[2], values[0], row_padding[1]]),
+        row_padding[2],
+    ]
     (regrouped,) = regroup(of_rows, rows, other_rows)
     assert regrouped.tolist() == torch.cat([values[0], values[2], values[1], torch.zeros(4)]).tolist()
-    assert [part.tolist() for part in regroup([regrouped], other_rows, packed([[1], []]))] == [values[1].tolist(), [0.0] * 8]
+    assert [part.tolist() for part in regroup([regrouped], other_rows, packed([[1], []]))] == [
+        values[1].tolist(),
+        [0.0] * 8,
+    ]
     assert regroup(of_rows, rows, rows) is of_rows

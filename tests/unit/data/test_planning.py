@@ -60,7 +60,9 @@ def members(plan: RowPlan) -> list[set[int]]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(lengths=lengths_lists, dp_size=dp_sizes, row_tokens=st.integers(60, 200), other_tokens=st.integers(60, 200))
-def test_a_plan_holds_its_promises(algorithm: str, lengths: list[int], dp_size: int, row_tokens: int, other_tokens: int):
+def test_a_plan_holds_its_promises(
+    algorithm: str, lengths: list[int], dp_size: int, row_tokens: int, other_tokens: int
+):
     def planned() -> RowPlan:
         return pack(lengths, algorithm=algorithm, row_tokens=row_tokens, dp_size=dp_size, cost=COST)
 
@@ -98,20 +100,24 @@ def test_balance_against_the_best_of_all_assignments(cost: SequenceCost):
             if ranks[0] == 0
         )
         # Longest first is within 4/3 of the best (Graham, 1969).
-        assert worst(pack(lengths, algorithm="balanced", row_tokens=60, dp_size=dp_size, cost=cost)) <= best * 4 / 3 + 1e-9
+        assert (
+            worst(pack(lengths, algorithm="balanced", row_tokens=60, dp_size=dp_size, cost=cost)) <= best * 4 / 3 + 1e-9
+        )
 
 
 def test_work_is_balanced_where_tokens_cannot_be():
     # One of 8 is the work of 16 of 2: as many tokens on both ranks, 16 of 32, would be 80 : 32 of the work.
     lengths = [8] + [2] * 12
-    plan = pack(lengths, algorithm="balanced", row_tokens=8, dp_size=2, cost=SequenceCost(per_token=0.0, per_token_squared=1.0))
+    plan = pack(
+        lengths, algorithm="balanced", row_tokens=8, dp_size=2, cost=SequenceCost(per_token=0.0, per_token_squared=1.0)
+    )
     assert rank_shares(plan, lengths, SequenceCost(0.0, 1.0).of) == pytest.approx([72 / 56, 40 / 56])
     assert rank_shares(plan, lengths, float) == pytest.approx([12 / 16, 20 / 16])
 
 
 def test_the_larger_of_both_shares_decides_and_not_their_sum():
-    # 8 and 3 beside 6 and 4 have 11 and 10 of 21 tokens, 73 and 52 of 125 of the work: at most 0.584. 8 beside the rest has the least sum
-    # of tokens and work when 3 is dealt, and would have 13 of 21 tokens on the other rank: 0.619.
+    # 8 and 3 beside 6 and 4 have 11 and 10 of 21 tokens, 73 and 52 of 125 of the work: at most 0.584. 8 beside the rest
+    # has the least sum of tokens and work when 3 is dealt, and would have 13 of 21 tokens on the other rank: 0.619.
     plan = pack([8, 6, 4, 3], algorithm="balanced", row_tokens=24, dp_size=2, cost=SequenceCost(0.0, 1.0))
     assert members(plan) == [{0, 3}, {1, 2}]
 
@@ -153,7 +159,9 @@ def test_a_sequence_longer_than_a_row_is_named():
 
 
 @given(lengths_lists, dp_sizes, st.integers(64, 200), st.sampled_from([1, 4]))
-def test_dynamic_rows_stay_within_the_budget_when_padded(lengths: list[int], dp_size: int, row_tokens: int, multiple: int):
+def test_dynamic_rows_stay_within_the_budget_when_padded(
+    lengths: list[int], dp_size: int, row_tokens: int, multiple: int
+):
     plan = batch_dynamically(lengths, row_tokens=row_tokens, length_multiple=multiple, dp_size=dp_size)
     check(plan, len(lengths), dp_size)
     for rows in plan:
@@ -165,10 +173,14 @@ def test_dynamic_rows_stay_within_the_budget_when_padded(lengths: list[int], dp_
 
 
 def test_dynamic_rows_by_hand():
-    # Sorted: 1 2 | 3 3 | 4 5 | 8 8, one of each pair to each rank. Rounded to 2, the longest of a pair count 2, 4, 6, 8.
+    # Sorted: 1 2 | 3 3 | 4 5 | 8 8, one of each pair to each rank. Rounded to 2, the longest of a pair count 2, 4, 6,
+    # 8.
     lengths = [8, 1, 5, 3, 2, 8, 3, 4]
     # 2 x 4 fits into 12 tokens, 3 x 6 does not; 6 + 8 as 2 x 8 neither.
-    assert batch_dynamically(lengths, row_tokens=12, length_multiple=2, dp_size=2) == (((1, 3), (7,), (0,)), ((4, 6), (2,), (5,)))
+    assert batch_dynamically(lengths, row_tokens=12, length_multiple=2, dp_size=2) == (
+        ((1, 3), (7,), (0,)),
+        ((4, 6), (2,), (5,)),
+    )
     assert batch_dynamically(lengths, row_tokens=32, length_multiple=2, dp_size=2) == (((1, 3, 7, 0),), ((4, 6, 2, 5),))
 
 
@@ -264,7 +276,8 @@ def test_modified_first_fit_decreasing_by_hand():
 
 
 def test_two_small_sequences_share_a_row_with_a_large_one():
-    # 33 takes the shortest, 11, and the longest that fits beside it: 16 leaves no room, 15 does. First fit decreasing would take 16 first.
+    # 33 takes the shortest, 11, and the longest that fits beside it: 16 leaves no room, 15 does. First fit decreasing
+    # would take 16 first.
     assert modified_first_fit_decreasing([33, 16, 15, 11], 59) == [[0, 3, 2], [1]]
     assert first_fit_decreasing([33, 16, 15, 11], 59) == [[0, 1], [2, 3]]
 
@@ -289,8 +302,10 @@ def test_the_bound_knows_what_does_not_fit_together():
 QWEN = {
     "model_type": "qwen3_moe", "vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6, "num_experts": 10, "num_experts_per_tok": 2, "moe_intermediate_size": 5,
-    "intermediate_size": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 1e4, "tie_word_embeddings": False,
-    "norm_topk_prob": True, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+    "intermediate_size": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "attention_bias": False,
 }  # fmt: skip
 
 
@@ -324,9 +339,11 @@ def test_a_scan_takes_seven_operations_for_each_element_of_the_states():
 def test_mamba_layers_have_no_quadratic_term():
     folder = ROOT / "scripts" / "bench" / "models"
     hybrid, decoder = (
-        cost_of_model(json.loads((folder / f"{name}.config.json").read_text())) for name in ("nemotron3_nano_30b_a3b", "qwen3_30b_a3b")
+        cost_of_model(json.loads((folder / f"{name}.config.json").read_text()))
+        for name in ("nemotron3_nano_30b_a3b", "qwen3_30b_a3b")
     )
-    # 3.2 and 3.0 billion parameters at work per token, as the model cards say without embeddings; 6 of 52 layers attend, and 48 of 48.
+    # 3.2 and 3.0 billion parameters at work per token, as the model cards say without embeddings; 6 of 52 layers
+    # attend, and 48 of 48.
     assert hybrid.per_token / 2e9 == pytest.approx(3.2, abs=0.05)
     assert decoder.per_token / 2e9 == pytest.approx(3.0, abs=0.05)
     assert (hybrid.per_token_squared, decoder.per_token_squared) == (2 * 6 * 32 * 128, 2 * 48 * 32 * 128)

@@ -82,7 +82,9 @@ def test_rows_are_made_when_asked_for(tmp_path: Path):
 
 
 def test_rows_are_known_by_what_is_kept_of_them(tmp_path: Path):
-    first, *others = (values(tmp_path / name / "a.jsonl", *numbers) for name, numbers in (("x", (1, 2)), ("y", (1, 2)), ("z", (2, 1))))
+    first, *others = (
+        values(tmp_path / name / "a.jsonl", *numbers) for name, numbers in (("x", (1, 2)), ("y", (1, 2)), ("z", (2, 1)))
+    )
     others.append(write(tmp_path / "bad.jsonl", first.read_bytes() + b"{}\n"))
     skipping = DataConfig(on_bad_row="skip", max_bad_row_share=1.0)
     (_, known), *read_others = (read_all(reader(path), data=skipping)[0] for path in (first, *others))
@@ -98,12 +100,17 @@ def test_files_of_one_name_give_rows_names_of_their_own(tmp_path: Path):
 
 def test_repeated_rows_are_told_apart(tmp_path: Path):
     (rows,) = read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "own"}'), repeat=3))
-    assert [name for name, _ in rows] == [rows.id_at(index) for index in range(6)] == ["a:1", "a:1/1", "a:1/2", "own", "own/1", "own/2"]
+    assert (
+        [name for name, _ in rows]
+        == [rows.id_at(index) for index in range(6)]
+        == ["a:1", "a:1/1", "a:1/2", "own", "own/1", "own/2"]
+    )
 
 
 def test_a_data_set_that_repeats_its_rows_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(
-        tmp_path / "a.jsonl", b"".join(b'{"value": %d, "index": %d}\n' % (value, index) for index, value in enumerate((1, 2, 1, 1, 2)))
+        tmp_path / "a.jsonl",
+        b"".join(b'{"value": %d, "index": %d}\n' % (value, index) for index, value in enumerate((1, 2, 1, 1, 2))),
     )
     caplog.set_level(logging.INFO)
     (rows,) = read(reader(path, drops_repeated=True))
@@ -117,7 +124,9 @@ def test_all_bad_rows_of_a_data_set_come_at_once_and_many_are_cut(tmp_path: Path
     with pytest.raises(ValueError) as caught:
         read(reader(path))
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"data.train.data_path={path} has 30 bad rows; correct or remove them, or set data.on_bad_row=skip:"
+    assert (
+        lines[0] == f"data.train.data_path={path} has 30 bad rows; correct or remove them, or set data.on_bad_row=skip:"
+    )
     # One reason is one line, with the places of the first 20 rows.
     places = ", ".join(str(number) for number in range(4, 41, 2))
     assert lines[1:] == [f"  {path}:2: invalid JSON at column 1: Expecting value; also {places} and 10 more rows"]
@@ -128,7 +137,8 @@ def test_of_many_reasons_the_first_are_shown(tmp_path: Path):
     with pytest.raises(ValueError) as caught:
         read(reader(path))
     assert str(caught.value).splitlines()[MAX_ERRORS:] == [
-        f"  {path}:{MAX_ERRORS}: invalid JSON at column {MAX_ERRORS}: Expecting value", "  and 1 other reason"]  # fmt: skip
+        f"  {path}:{MAX_ERRORS}: invalid JSON at column {MAX_ERRORS}: Expecting value",
+        "  and 1 other reason"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -146,13 +156,18 @@ def test_no_two_rows_have_one_id(tmp_path: Path, last: bytes, reason: str):
     # Across data sets too: a prompt is known by its id alone.
     other = write(tmp_path / "b.jsonl", last)
     with pytest.raises(ValueError, match="data.validation.data_path=.*has 1 bad row;"):
-        read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n')), reader(other, setting="data.validation"))
+        read(
+            reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n')),
+            reader(other, setting="data.validation"),
+        )
 
 
 def test_keys_that_the_model_never_sees_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(tmp_path / "a.jsonl", GOOD * 3)
     counts = iter([(), ("context", "images"), ("context",)])
-    read(Reader("data.train", str(path), [path], lambda fields: dataclasses.replace(parse(fields), unshown=next(counts))))
+    read(
+        Reader("data.train", str(path), [path], lambda fields: dataclasses.replace(parse(fields), unshown=next(counts)))
+    )
     assert "2 of 3 rows have context, which their text does not repeat, and the model never sees it" in caplog.text
     assert "1 of 3 rows have images" in caplog.text
 
@@ -166,7 +181,10 @@ def test_skipped_rows_go_into_quarantine(tmp_path: Path, caplog: pytest.LogCaptu
 
     write_quarantine([left_out], tmp_path / "quarantine")
     kept = [json.loads(line) for line in (tmp_path / "quarantine" / "data.train.jsonl").read_text().splitlines()]
-    assert [(row["place"], row["line"]) for row in kept] == [(f"{path}:99", '{"value": "x"}'), (f"{path}:101", '{"val\ufffd')]
+    assert [(row["place"], row["line"]) for row in kept] == [
+        (f"{path}:99", '{"value": "x"}'),
+        (f"{path}:101", '{"val\ufffd'),
+    ]
     assert kept[0]["reason"] == "no value" and kept[1]["reason"].startswith("invalid UTF-8 at byte 6")
     counts = json.loads((tmp_path / "quarantine" / "left_out.json").read_text())
     assert counts == {"data.train": {"rows": 101, "bad": 2, "repeated": 0, "too_long": 0, "without_environment": {}}}
@@ -182,12 +200,16 @@ def test_nothing_left_out_leaves_no_quarantine(tmp_path: Path):
     assert not (tmp_path / "quarantine").exists()
 
 
-def test_rows_without_environment_are_counted_and_dropped_only_when_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_rows_without_environment_are_counted_and_dropped_only_when_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     lost = b'{"agent": "workplace"}\n' * 2 + b'{"agent": "judge"}\n'
     path = write(tmp_path / "a.jsonl", GOOD + lost)
     with pytest.raises(ValueError) as caught:
         read(reader(path), data=DataConfig(on_bad_row="skip"))
-    assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 row)" in str(caught.value)
+    assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 row)" in str(
+        caught.value
+    )
     assert "data.drop_rows_without_environment=true" in str(caught.value)
     ((rows, left_out),) = read_all(reader(path), data=DataConfig(drop_rows_without_environment=True))
     assert list(rows) == [("a:1", 1)]
@@ -197,7 +219,9 @@ def test_rows_without_environment_are_counted_and_dropped_only_when_told(tmp_pat
     assert counts["data.train"]["without_environment"] == {"workplace": 2, "judge": 1}
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"\n\n", "has no rows$"), (b'{"agent": "x"}', "has no rows that can be used")])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"\n\n", "has no rows$"), (b'{"agent": "x"}', "has no rows that can be used")]
+)
 def test_a_data_set_without_rows_is_an_error(tmp_path: Path, content: bytes, reason: str):
     with pytest.raises(ValueError, match=reason):
         read(reader(write(tmp_path / "a.jsonl", content)), data=DataConfig(drop_rows_without_environment=True))
@@ -229,7 +253,9 @@ def test_rows_stay_on_disk(tmp_path: Path):
     assert peak < 1 << 20
 
 
-def test_long_reading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_long_reading_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(reading, "PROGRESS_PERIOD_S", 0.0)
     path = values(tmp_path / "a.jsonl", 1, 2, 3, 4)
     with caplog.at_level(logging.INFO):
@@ -269,5 +295,7 @@ def test_an_own_processor_makes_the_row_that_is_parsed():
     wrong = with_processor(f"{__name__}:unpacked_wrongly", lambda row: Parsed("", None))
     with pytest.raises(RowError, match="returned a list, not a dict"):
         wrong({"q": 1})
-    with pytest.raises(RowError, match="unpacked_wrongly's row.question is <object .*, a object, for which JSON has no form"):
+    with pytest.raises(
+        RowError, match="unpacked_wrongly's row.question is <object .*, a object, for which JSON has no form"
+    ):
         wrong({})

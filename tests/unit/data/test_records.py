@@ -13,7 +13,10 @@ import pytest
 from mrl.data import fields, records
 from mrl.data.fields import RowError, json_object
 
-ROWS = [{"question": f"{index}+1=", "answer": str(index + 1), "extra": {"index": index, "tags": ["a", None]}} for index in range(700)]
+ROWS = [
+    {"question": f"{index}+1=", "answer": str(index + 1), "extra": {"index": index, "tags": ["a", None]}}
+    for index in range(700)
+]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
 
 

@@ -19,7 +19,8 @@ from mrl.data.rendering import Conversation, fit
 from mrl.data.supervised import load_examples
 from mrl.recipes.tokenizer import byte_tokenizer
 
-# As templates of Hermes' kind: tools in front, calls with the arguments as JSON; roles that it does not know are dropped.
+# As templates of Hermes' kind: tools in front, calls with the arguments as JSON; roles that it does not know are
+# dropped.
 TOJSON = (
     "{% if tools %}<|system|>TOOLS {% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
     "{% if m.role in ('system', 'user', 'tool') %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}"
@@ -50,7 +51,9 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def configured(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> RunConfig:
+def configured(
+    folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON
+) -> RunConfig:
     tokenizer_of(template).save_pretrained(folder / "model")
     path = rows if isinstance(rows, Path) else folder / "rows.jsonl"
     if isinstance(rows, list):
@@ -60,7 +63,9 @@ def configured(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides
     if algorithm == "grpo":
         lengths.append("policy.generation.vllm_cfg.max_model_len=2048")
     name = "grpo_tiny.yaml" if algorithm == "grpo" else "sft_tiny.yaml"
-    return load_config(name, [f"algorithm={algorithm}", f"policy.model_name={folder / 'model'}", *lengths, *files, *overrides])
+    return load_config(
+        name, [f"algorithm={algorithm}", f"policy.model_name={folder / 'model'}", *lengths, *files, *overrides]
+    )
 
 
 def asked(folder: Path, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> list[str]:
@@ -72,17 +77,23 @@ def asked(folder: Path, rows: list[Turn] | Path, *overrides: str, template: str 
     ]
 
 
-def learned(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> list[list[str]]:
+def learned(
+    folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON
+) -> list[list[str]]:
     """The texts of the sequences of a run's examples, of each up to the end of what is learned."""
     tokenizer = tokenizer_of(template)
     data = load_examples(configured(folder, algorithm, rows, "data.add_bos=false", *overrides, template=template))
     return [[str(tokenizer.decode(sequence.token_ids)) for sequence in example.sequences] for example in data.train]
 
 
-def rendered(messages: list[Turn], tools: list[Turn] | None = None, *, template: str = TOJSON, waits: bool = False) -> str:
+def rendered(
+    messages: list[Turn], tools: list[Turn] | None = None, *, template: str = TOJSON, waits: bool = False
+) -> str:
     shown: list[dict[str, str]] = messages
     return str(
-        tokenizer_of(template).apply_chat_template(shown, tools=[*tools] if tools else None, tokenize=False, add_generation_prompt=waits)
+        tokenizer_of(template).apply_chat_template(
+            shown, tools=[*tools] if tools else None, tokenize=False, add_generation_prompt=waits
+        )
     )
 
 
@@ -90,27 +101,50 @@ def rendered(messages: list[Turn], tools: list[Turn] | None = None, *, template:
 @pytest.mark.parametrize("given", [ARGUMENTS, json.dumps(ARGUMENTS)])
 def test_calls_and_tools_are_the_same_for_all_algorithms(tmp_path: Path, given: object, template: str):
     as_template_wants = ARGUMENTS if template == TOJSON else json.dumps(ARGUMENTS)
-    end: list[Turn] = [{"role": "tool", "tool_call_id": "c1", "content": "12 C"}, {"role": "assistant", "content": "It is 12 C."}]
+    end: list[Turn] = [
+        {"role": "tool", "tool_call_id": "c1", "content": "12 C"},
+        {"role": "assistant", "content": "It is 12 C."},
+    ]
     wanted: list[Turn] = [ASKED, called(as_template_wants), *end]
     row: Turn = {"messages": [ASKED, called(given), *end], "tools": [WEATHER]}
     assert json.dumps(ARGUMENTS) in rendered(wanted, [WEATHER], template=template)
     assert learned(tmp_path, "sft", [row], template=template) == [[rendered(wanted, [WEATHER], template=template)]]
-    assert asked(tmp_path, [row], template=template) == [rendered(wanted[:-1], [WEATHER], template=template, waits=True)]
+    assert asked(tmp_path, [row], template=template) == [
+        rendered(wanted[:-1], [WEATHER], template=template, waits=True)
+    ]
     pair: Turn = {"prompt": [ASKED], "chosen": [called(given)], "rejected": "No idea.", "tools": [WEATHER]}
     rejected: Turn = {"role": "assistant", "content": "No idea."}
     expected = [[rendered([ASKED, reply], [WEATHER], template=template) for reply in (wanted[1], rejected)]]
-    assert learned(tmp_path, "dpo", [pair], template=template) == learned(tmp_path, "rm", [pair], template=template) == expected
+    assert (
+        learned(tmp_path, "dpo", [pair], template=template)
+        == learned(tmp_path, "rm", [pair], template=template)
+        == expected
+    )
 
 
 @pytest.mark.parametrize("save", [datasets.Dataset.to_parquet, datasets.Dataset.to_json])
-def test_rows_of_a_table_show_and_learn_their_own_tools_and_calls(tmp_path: Path, save: Callable[[datasets.Dataset, Path], int]):
+def test_rows_of_a_table_show_and_learn_their_own_tools_and_calls(
+    tmp_path: Path, save: Callable[[datasets.Dataset, Path], int]
+):
     def row(name: str, properties: Turn, arguments: Turn) -> Turn:
-        tool: Turn = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        tool: Turn = {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+        }
         call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
-        said: list[Turn] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return {"messages": [*said, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}], "tools": [tool]}
+        said: list[Turn] = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        return {
+            "messages": [*said, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}],
+            "tools": [tool],
+        }
 
-    rows = [row("look", {"city": {"type": "string"}}, {"city": "Kyiv"}), row("add", {"a": {"type": "integer"}}, {"a": 2})]
+    rows = [
+        row("look", {"city": {"type": "string"}}, {"city": "Kyiv"}),
+        row("add", {"a": {"type": "integer"}}, {"a": 2}),
+    ]
     path = tmp_path / ("rows.parquet" if save is datasets.Dataset.to_parquet else "rows.jsonl")
     save(datasets.Dataset.from_list(rows), path)
     assert learned(tmp_path, "sft", path) == [[rendered(row["messages"], row["tools"])] for row in rows]
@@ -119,7 +153,11 @@ def test_rows_of_a_table_show_and_learn_their_own_tools_and_calls(tmp_path: Path
 @pytest.mark.parametrize(("role", "older"), [("developer", "system"), ("environment", "user"), ("function", "tool")])
 def test_roles_that_the_template_drops_are_written_as_those_it_knows(tmp_path: Path, role: str, older: str):
     def row(name: str) -> Turn:
-        turns = [{"role": name, "content": "In French."}, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "quatre"}]
+        turns = [
+            {"role": name, "content": "In French."},
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "quatre"},
+        ]
         return {"messages": turns, "answer": "4"}
 
     wanted: list[Turn] = row(older)["messages"]
@@ -147,11 +185,14 @@ FIRST_CALL = TOJSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
         (SILENT, [{"role": "system", "content": "Be brief."}, ASKED], "message 1 of role system"),
         (SILENT, [{"role": "developer", "content": "Be brief."}, ASKED], "message 1 of role developer"),
         # The same words stand elsewhere: each message has a place of its own.
-        (SILENT, [{"role": "system", "content": "Weather"}, {"role": "user", "content": "Weather"}], "message . of role"),
+        (SILENT, [{"role": "system", "content": "Weather"}, {"role": "user", "content": "Weather"}],
+         "message . of role"),
         (SILENT, [ASKED, called(ARGUMENTS) | {"content": ""}, ASKED], "the call of get_weather in message 2"),
         (CALLS_ALONE, [ASKED, called(ARGUMENTS) | {"content": "I look."}, ASKED], "message 2 of role assistant"),
-        (FIRST_CALL, [ASKED, {**called(ARGUMENTS), "tool_calls": [*called(ARGUMENTS)["tool_calls"]] * 2}], "the call of get_weather"),
-        (SILENT, [ASKED, {"role": "assistant", "content": "4", "reasoning_content": "add them"}], "the thoughts of message 2"),
+        (FIRST_CALL, [ASKED, {**called(ARGUMENTS), "tool_calls": [*called(ARGUMENTS)["tool_calls"]] * 2}],
+         "the call of get_weather"),
+        (SILENT, [ASKED, {"role": "assistant", "content": "4", "reasoning_content": "add them"}],
+         "the thoughts of message 2"),
         (SILENT.replace("m.content }}{% endif", "m.content.split('</think>')[-1] }}{% endif"),
          [ASKED, {"role": "assistant", "content": "<think>add them</think>4"}], "the thoughts of message 2"),
     ],
@@ -168,7 +209,8 @@ def test_what_the_template_drops_is_named(template: str, messages: list[Turn], l
         (SILENT.replace("A {{ m.content", "A {{ m.content.split('</think>')[-1].strip()"),
          [ASKED, {"role": "assistant", "content": "<think>hm</think>\n 4 \n"}, ASKED]),
         (SILENT.replace("Q {{ m.content", "Q {{ m.content | tojson"), [{"role": "user", "content": 'a "b"\n\u00e4'}]),
-        (SILENT.replace("Q {{ m.content", "Q {{ m.content.replace('/no_think', '')"), [{"role": "user", "content": "a /no_think"}]),
+        (SILENT.replace("Q {{ m.content", "Q {{ m.content.replace('/no_think', '')"),
+         [{"role": "user", "content": "a /no_think"}]),
         (SILENT, [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]),
     ],
 )  # fmt: skip
@@ -180,7 +222,9 @@ def test_what_a_template_lays_out_anew_is_not_lost(template: str, messages: list
 # As GLM 4.5's: a content that is not there is written as Python does.
 WRITES_NONE = TOJSON.replace("{{ m.content or '' }}", "{{ m.content }}")
 # As Qwen 3's and as gpt-oss's: one name for thoughts.
-THINKS = TOJSON.replace("{{ m.content or '' }}", "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}{{ m.content or '' }}")
+THINKS = TOJSON.replace(
+    "{{ m.content or '' }}", "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}{{ m.content or '' }}"
+)
 # As Llama 3.1's and gpt-oss's: tools and calls stand in `function`.
 IN_FUNCTION = TOJSON.replace("{{ t | tojson }}", "{{ t.function.name + ' ' + t.function.description }}").replace(
     "{{ c.function.name }}", "{{ c.type + c.function.name }}"
@@ -190,7 +234,10 @@ IN_FUNCTION = TOJSON.replace("{{ t | tojson }}", "{{ t.function.name + ' ' + t.f
 def test_a_call_without_text_is_written_without_text():
     messages: list[Turn] = [ASKED, called(ARGUMENTS), ASKED]
     _, text = fit(Conversation(messages), tokenizer_of(WRITES_NONE), None, add_generation_prompt=False)
-    assert text == rendered([ASKED, called(ARGUMENTS) | {"content": ""}, ASKED], template=WRITES_NONE) and "None" not in text
+    assert (
+        text == rendered([ASKED, called(ARGUMENTS) | {"content": ""}, ASKED], template=WRITES_NONE)
+        and "None" not in text
+    )
     said: list[Turn] = [{"role": "user", "content": "Is it None?"}, *messages]
     _, text = fit(Conversation(said), tokenizer_of(TOJSON), None, add_generation_prompt=False)
     assert text == rendered(said)
@@ -221,8 +268,12 @@ def test_bare_tools_and_calls_are_written_as_templates_want_them():
 
 
 def test_a_refusal_says_what_the_template_refuses_in_each_form():
-    refuses = TOJSON.replace("{% if tools %}", "{% for m in messages %}{{ '' + m.content }}{% endfor %}{% if tools %}", 1)
-    with pytest.raises(RowError, match="NoneType.* In another form: the chat template leaves the call of get_weather in message 2 out"):
+    refuses = TOJSON.replace(
+        "{% if tools %}", "{% for m in messages %}{{ '' + m.content }}{% endfor %}{% if tools %}", 1
+    )
+    with pytest.raises(
+        RowError, match="NoneType.* In another form: the chat template leaves the call of get_weather in message 2 out"
+    ):
         fit(
             Conversation([ASKED, called(ARGUMENTS)]),
             tokenizer_of(refuses.replace("m.tool_calls or []", "[]")),
@@ -234,7 +285,10 @@ def test_a_refusal_says_what_the_template_refuses_in_each_form():
 def test_a_template_that_knows_no_tools_is_told(caplog: pytest.LogCaptureFixture):
     tokenizer = tokenizer_of(SILENT)
     for _ in range(2):
-        assert fit(Conversation([ASKED], [WEATHER]), tokenizer, None, add_generation_prompt=False)[1] == "Q Weather in Kyiv?"
+        assert (
+            fit(Conversation([ASKED], [WEATHER]), tokenizer, None, add_generation_prompt=False)[1]
+            == "Q Weather in Kyiv?"
+        )
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "The chat template ignores tools: the model does not see the tools of the rows"
     ]
@@ -270,7 +324,9 @@ def test_code_keeps_its_indentation(tmp_path: Path):
         (float("nan"), "answer is nan, as tables write"),
     ],
 )
-def test_answers_that_no_reply_can_match_are_refused_where_they_are_compared(tmp_path: Path, answer: object, reason: str):
+def test_answers_that_no_reply_can_match_are_refused_where_they_are_compared(
+    tmp_path: Path, answer: object, reason: str
+):
     rows: list[Turn] = [{"question": "q", "answer": answer}]
     with pytest.raises(ValueError, match=reason):
         asked(tmp_path, rows)
@@ -278,13 +334,17 @@ def test_answers_that_no_reply_can_match_are_refused_where_they_are_compared(tmp
         assert learned(tmp_path, "sft", rows) == [[f"<|user|>q<|assistant|>{answer}<|end|>"]]
 
 
-def test_prompts_without_the_token_that_the_tokenizer_begins_texts_with_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_prompts_without_the_token_that_the_tokenizer_begins_texts_with_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     from tokenizers.processors import TemplateProcessing
 
     rows: list[Turn] = [{"question": "q", "answer": "4"}]
     config = configured(tmp_path, "grpo", rows)
     tokenizer = byte_tokenizer(4096)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 257)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 257)]
+    )
     for template, is_told in (("{{ bos_token }}" + TOJSON, False), (TOJSON, True)):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(tmp_path / "model")

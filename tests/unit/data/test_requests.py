@@ -17,7 +17,9 @@ def row(agent: str, asked: str, **fields: object) -> Fields:
 
 
 BLEND: dict[str, Fields] = {
-    "math_with_judge_simple_agent": row("math_with_judge_simple_agent", "1+1?", expected_answer="2", question="1+1?", uuid="a"),
+    "math_with_judge_simple_agent": row(
+        "math_with_judge_simple_agent", "1+1?", expected_answer="2", question="1+1?", uuid="a"
+    ),
     "mcqa_simple_agent": row(
         "mcqa_simple_agent",
         "A or B?",
@@ -27,14 +29,25 @@ BLEND: dict[str, Fields] = {
         grading_mode="strict_single_letter_boxed",
     ),
     "code_gen_simple_agent": row(
-        "code_gen_simple_agent", "Double it.", verifier_metadata={"unit_tests": {"inputs": ["1\n"], "outputs": ["2\n"], "fn_name": None}}
+        "code_gen_simple_agent",
+        "Double it.",
+        verifier_metadata={"unit_tests": {"inputs": ["1\n"], "outputs": ["2\n"], "fn_name": None}},
     ),
     "instruction_following_simple_agent": row(
-        "instruction_following_simple_agent", "Be brief.", id=3, instruction_id_list=["length_constraints:number_words"], kwargs=[{"n": 3}]
+        "instruction_following_simple_agent",
+        "Be brief.",
+        id=3,
+        instruction_id_list=["length_constraints:number_words"],
+        kwargs=[{"n": 3}],
     ),
-    "structured_outputs_simple_agent": row("structured_outputs_simple_agent", "JSON!", schema_str="{}", schema_type="json"),
+    "structured_outputs_simple_agent": row(
+        "structured_outputs_simple_agent", "JSON!", schema_str="{}", schema_type="json"
+    ),
     "workplace_assistant_simple_agent": row(
-        "workplace_assistant_simple_agent", "Mail Bob.", ground_truth=[{"name": "send", "arguments": '{"to": "Bob"}'}], category="email"
+        "workplace_assistant_simple_agent",
+        "Mail Bob.",
+        ground_truth=[{"name": "send", "arguments": '{"to": "Bob"}'}],
+        category="email",
     ),
 }
 
@@ -57,11 +70,22 @@ def test_requests_become_conversations():
         "instructions": "Be brief.",
         "input": [
             {"role": "developer", "content": "Use tools."},
-            {"role": "user", "content": [{"type": "input_text", "text": "Mail "}, {"type": "input_text", "text": "Bob."}]},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "Mail "}, {"type": "input_text", "text": "Bob."}],
+            },
             {"type": "function_call", "name": "find", "arguments": '{"name": "Bob"}', "call_id": "c1"},
             {"type": "function_call_output", "call_id": "c1", "output": "bob@example.com"},
         ],
-        "tools": [{"type": "function", "name": "find", "description": "Finds.", "parameters": {"type": "object"}, "strict": None}],
+        "tools": [
+            {
+                "type": "function",
+                "name": "find",
+                "description": "Finds.",
+                "parameters": {"type": "object"},
+                "strict": None,
+            }
+        ],
         "parallel_tool_calls": False,
     }
     parsed = parse_row({"responses_create_params": request}, dataset())
@@ -72,9 +96,13 @@ def test_requests_become_conversations():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "bob@example.com"},
     ]
-    assert parsed.tools == [{"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}]
+    assert parsed.tools == [
+        {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
+    ]
     assert parsed.question == "Mail Bob."
-    assert parse_row({"responses_create_params": {"input": "Hi"}}, dataset()).messages == [{"role": "user", "content": "Hi"}]
+    assert parse_row({"responses_create_params": {"input": "Hi"}}, dataset()).messages == [
+        {"role": "user", "content": "Hi"}
+    ]
 
 
 def test_one_turn_of_a_request_is_one_message():
@@ -99,11 +127,20 @@ def test_one_turn_of_a_request_is_one_message():
         {"role": "developer", "content": "Hurry."},
         user("Sum?"),
     ]
-    tool: Fields = {"type": "function", "parameters": {"type": "object", "properties": {}}, "name": "a", "strict": False}
+    tool: Fields = {
+        "type": "function",
+        "parameters": {"type": "object", "properties": {}},
+        "name": "a",
+        "strict": False,
+    }
     parsed = parse_row({"responses_create_params": {"input": entries, "tools": [tool]}}, dataset())
     assert parsed.messages == [
         user("A and B?"),
-        {"role": "assistant", "content": "<think>hm</think>I ask both.", "tool_calls": [called("a", "1"), called("b", "2")]},
+        {
+            "role": "assistant",
+            "content": "<think>hm</think>I ask both.",
+            "tool_calls": [called("a", "1"), called("b", "2")],
+        },
         {"role": "tool", "tool_call_id": "1", "content": "1"},
         {"role": "tool", "tool_call_id": "2", "content": "2"},
         {"role": "assistant", "content": "xy"},
@@ -121,9 +158,18 @@ def test_one_turn_of_a_request_is_one_message():
         ({"responses_create_params": None}, "no object responses_create_params"),
         ({"responses_create_params": {"input": []}}, "input must be a text or a list of messages, not empty"),
         ({"responses_create_params": {"input": "q"}, "_hf_placeholder": {"row": 1}}, "python -m mrl.prepare nano3"),
-        ({"responses_create_params": {"input": [{"type": "web_search_call"}]}}, r"input\[0\] is a web_search_call of role None"),
-        ({"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}, "is input_image; only text"),
-        ({"responses_create_params": {"input": "q", "tools": [{"type": "web_search"}]}}, r"tools\[0\] must be an object of type function"),
+        (
+            {"responses_create_params": {"input": [{"type": "web_search_call"}]}},
+            r"input\[0\] is a web_search_call of role None",
+        ),
+        (
+            {"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}},
+            "is input_image; only text",
+        ),
+        (
+            {"responses_create_params": {"input": "q", "tools": [{"type": "web_search"}]}},
+            r"tools\[0\] must be an object of type function",
+        ),
         ({"responses_create_params": {"input": "q"}, "agent_ref": {"name": 3}}, "agent_ref.name must be a string"),
     ],
 )

@@ -21,7 +21,9 @@ def test_rows_of_trl():
     full = parse({"prompt": asked, "completion": [turn]})
     assert (full.messages, full.reply, full.answer) == (asked, turn, "It is blue.")
     assert parse({"prompt": asked, "solution": "42"}, output_key="solution").answer == "42"
-    with pytest.raises(RowError, match="completion must be one message of the assistant; give a longer conversation as messages"):
+    with pytest.raises(
+        RowError, match="completion must be one message of the assistant; give a longer conversation as messages"
+    ):
         parse({"prompt": asked, "completion": [turn, *asked]})
 
 
@@ -53,9 +55,20 @@ RANKED = [{"rank": 0, "completion": [assistant("a")]}, {"rank": 1, "completion":
         ({"instruction": "Who?", "history": [["Hi", "Hello"]], "output": "Ann"}, ("history",)),
         ({"context": [user("Who?")], "completions": RANKED}, ()),
         ({"context": [user("Who?"), calls({"a": 1})], "completions": RANKED}, ()),
-        ({"context": [{"from": "human", "value": "Who?"}], "overall_preference": 1, "response1": "a", "response2": "b"}, ()),
+        (
+            {
+                "context": [{"from": "human", "value": "Who?"}],
+                "overall_preference": 1,
+                "response1": "a",
+                "response2": "b",
+            },
+            (),
+        ),
         ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": [user("who?")]}, ()),
-        ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": json.dumps([user("It was Ann.")])}, ("context",)),
+        (
+            {"prompt": "Who?", "chosen": "a", "rejected": "b", "context": json.dumps([user("It was Ann.")])},
+            ("context",),
+        ),
         ({"context": [user("Who?")], "completions": RANKED, "system": "In French."}, ("system",)),
     ],
 )

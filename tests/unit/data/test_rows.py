@@ -16,9 +16,24 @@ GSM8K = Path(__file__).parent / "gsm8k" / "rows.jsonl"
 def dataset(name: str | None = None, **keys: str | None) -> DatasetConfig:
     """A data set whose keys have their defaults, as no config has resolved them."""
     unset = dict.fromkeys(
-        ("subset", "split", "input_key", "output_key", "system_key", "system_prompt", "prompt_file", "system_prompt_file")
+        (
+            "subset",
+            "split",
+            "input_key",
+            "output_key",
+            "system_key",
+            "system_prompt",
+            "prompt_file",
+            "system_prompt_file",
+        )
     )
-    texts = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "chat_key": "messages", "tool_key": "tools"}
+    texts = {
+        "prompt_key": "prompt",
+        "chosen_key": "chosen",
+        "rejected_key": "rejected",
+        "chat_key": "messages",
+        "tool_key": "tools",
+    }
     texts |= {"processor": "math_data_processor", "env_name": "math"}
     found = DatasetConfig(dataset_name=name)
     for key, value in ({"data_path": "rows.jsonl"} | unset | texts | keys).items():
@@ -39,7 +54,11 @@ def assistant(text: str) -> Fields:
 
 
 def calls(arguments: object) -> Fields:
-    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -51,7 +70,11 @@ def calls(arguments: object) -> Fields:
         ({"input": "1+1=", "output": "2"}, "1+1=", "2"),
         ({"input": "1+1=", "expected_answer": "2", "output": "because 2"}, "1+1=", "2"),
         ({"question": " 1+1= ", "answer": "one and one\n#### 2\n"}, " 1+1= ", "2"),
-        ({"instruction": "Translate to French", "input": "two", "output": "deux"}, "Translate to French\n\ntwo", "deux"),
+        (
+            {"instruction": "Translate to French", "input": "two", "output": "deux"},
+            "Translate to French\n\ntwo",
+            "deux",
+        ),
         ({"instruction": "Name a colour.", "input": "", "output": "red"}, "Name a colour.", "red"),
         ({"instruction": "Name a colour.", "output": "red"}, "Name a colour.", "red"),
         ({"instruction": "Add.", "prompt": "Add. 1+1", "output": "2"}, "Add. 1+1", "2"),
@@ -174,13 +197,16 @@ def test_the_reply_of_gsm8k_is_the_whole_solution():
     rows = [parse(json.loads(line), "gsm8k") for line in GSM8K.read_text().splitlines()]
     assert [row.answer for row in rows[:4]] == ["72", "10", "5", "42"]
     assert rows[0].question.startswith("Natalia sold clips to 48 of her friends")
-    assert rows[0].reply is not None and str(rows[0].reply["content"]).startswith("Natalia sold 48/2 = <<48/2=24>>24 clips in May.")
+    assert rows[0].reply is not None and str(rows[0].reply["content"]).startswith(
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May."
+    )
 
 
 # One row of each data set as it is published, shortened.
 PUBLISHED: dict[str, tuple[Fields, list[Fields], str]] = {
     "OpenMathInstruct-2": (
-        {"problem": "What is 2+3?", "generated_solution": "So \\boxed{5}", "expected_answer": "5", "problem_source": "augmented_math"},
+        {"problem": "What is 2+3?", "generated_solution": "So \\boxed{5}", "expected_answer": "5",
+         "problem_source": "augmented_math"},
         [user("What is 2+3?")],
         "5",
     ),
@@ -196,9 +222,11 @@ PUBLISHED: dict[str, tuple[Fields, list[Fields], str]] = {
         "34",
     ),
     "DeepScaler": ({"problem": "What is 2+3?", "answer": "5", "solution": "Add them."}, [user("What is 2+3?")], "5"),
-    "AIME2024": ({"id": 60, "problem": "Every morning", "solution": "s", "answer": "204", "url": "u"}, [user("Every morning")], "204"),
+    "AIME2024": ({"id": 60, "problem": "Every morning", "solution": "s", "answer": "204", "url": "u"},
+                 [user("Every morning")], "204"),
     "AIME2025": ({"question": "Find the sum", "answer": "70"}, [user("Find the sum")], "70"),
-    "OpenR1-Math-220k": ({"problem": "What is 2+3?", "solution": "s", "answer": "5", "uuid": "u"}, [user("What is 2+3?")], "5"),
+    "OpenR1-Math-220k": ({"problem": "What is 2+3?", "solution": "s", "answer": "5", "uuid": "u"},
+                         [user("What is 2+3?")], "5"),
     "squad": (
         {
             "id": "5733be284776f41900661182",
@@ -259,7 +287,10 @@ def test_system_messages_and_tools_beside_a_conversation():
     assert parse(fields | {"functions": json.dumps([tool])}, chat_key="turns", tool_key="functions").tools == [tool]
     own: Fields = {"role": "system", "content": "Be long."}
     assert parse({"messages": [own, user("q"), assistant("a")]}, system_prompt="Be brief.").messages == [own, user("q")]
-    assert parse({"messages": [user("q"), assistant("a")]}, system_prompt="Be brief.").messages[0]["content"] == "Be brief."
+    assert (
+        parse({"messages": [user("q"), assistant("a")]}, system_prompt="Be brief.").messages[0]["content"]
+        == "Be brief."
+    )
 
 
 def test_contents_in_parts_and_calls_without_content():
@@ -278,7 +309,8 @@ def test_contents_in_parts_and_calls_without_content():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"answer": "a"}, "no key question or problem or prompt or input (the row has 'answer'); data.default.input_key names another"),
+        ({"answer": "a"},
+         "no key question or problem or prompt or input (the row has 'answer'); data.default.input_key names another"),
         ({}, "(the row has none)"),
         ({"question": "", "answer": "a"}, "question is empty"),
         ({"question": " \n", "answer": "a"}, "question is empty"),
@@ -294,14 +326,17 @@ def test_contents_in_parts_and_calls_without_content():
         ({"messages": "hello"}, "messages must be a list of messages, not str"),
         ({"messages": ["hello"]}, "messages[0] must be an object with role and content, not str"),
         ({"messages": [{"content": "q"}]}, "messages[0].role is None"),
-        ({"messages": [{"role": "bot", "content": "q"}]}, "messages[0].role is 'bot'; use one of system, developer, user, assistant, tool"),
+        ({"messages": [{"role": "bot", "content": "q"}]},
+         "messages[0].role is 'bot'; use one of system, developer, user, assistant, tool"),
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "[0].content[0] is image_url; only text is supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "[0].content[0] is image_url; only text is supported"),
         ({"messages": [assistant("a")]}, "messages has no message of the user before the reply"),
         ({"messages": [user("q")], "tools": "{"}, "tools is a text that is not JSON"),
         ({"messages": [user("q")], "tools": ["add"]}, "tools must be a list of objects"),
         ({"messages": [user("q")], "tools": 3}, "tools must be a list of objects"),
-        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "messages[0].tool_calls must be a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]},
+         "messages[0].tool_calls must be a list of objects"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a call has no function.name"),
         ({"messages": [calls("{")]}, "the arguments of add are no JSON object"),
         ({"messages": [calls('"{}"')]}, "the arguments of add are no JSON object (not an object)"),
@@ -356,7 +391,9 @@ def test_pairs_of_replies(name: str):
 
 
 def test_a_tie_of_helpsteer3_is_no_preference():
-    pair = parse_pair({"context": "q", "response1": "4", "response2": "5", "overall_preference": 0}, dataset("HelpSteer3"))
+    pair = parse_pair(
+        {"context": "q", "response1": "4", "response2": "5", "overall_preference": 0}, dataset("HelpSteer3")
+    )
     assert pair.chosen == pair.rejected == [assistant("4")]
 
 
@@ -367,7 +404,8 @@ def test_a_tie_of_helpsteer3_is_no_preference():
         ({"prompt": "q", "chosen": "4"}, "no key rejected"),
         ({"chosen": "4", "rejected": "5"}, "no key prompt"),
         ({"context": "q", "completions": [{"rank": 0, "completion": "a"}]}, "completions must be a list of two"),
-        ({"context": "q", "completions": [{"rank": 1, "completion": "a"}, {"rank": 1, "completion": "b"}]}, "the completions are 1 and 1"),
+        ({"context": "q", "completions": [{"rank": 1, "completion": "a"}, {"rank": 1, "completion": "b"}]},
+         "the completions are 1 and 1"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_pair(fields: Fields, reason: str):

@@ -18,7 +18,13 @@ def configured(folder: Path, num_rows: int, *overrides: str) -> RunConfig:
         (folder / f"{name}.jsonl").write_text("".join(lines))
     paths = [f"data.{name}.data_path={folder}/{name}.jsonl" for name in ("train", "validation")]
     return load_config(
-        "grpo_tiny.yaml", [f"policy.model_name={folder / 'model'}", "grpo={num_prompts_per_step: 8, max_num_epochs: 1}", *paths, *overrides]
+        "grpo_tiny.yaml",
+        [
+            f"policy.model_name={folder / 'model'}",
+            "grpo={num_prompts_per_step: 8, max_num_epochs: 1}",
+            *paths,
+            *overrides,
+        ],
     )
 
 
@@ -36,7 +42,9 @@ def configured(folder: Path, num_rows: int, *overrides: str) -> RunConfig:
         (1000, ["data.train.split_validation_size=0.5"], True),
     ],
 )
-def test_the_check_counts_the_rows_that_a_run_trains_on(tmp_path: Path, num_rows: int, overrides: list[str], is_enough: bool):
+def test_the_check_counts_the_rows_that_a_run_trains_on(
+    tmp_path: Path, num_rows: int, overrides: list[str], is_enough: bool
+):
     config = configured(tmp_path, num_rows, *overrides)
     num_kept = len(load_prompts(config).train)
     if is_enough:

@@ -33,7 +33,13 @@ def config_of(folder: Path, rows: Sequence[object], *overrides: str) -> RunConfi
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config(
-        "sft_tiny.yaml", [f"policy.model_name={folder}", f"data.train.data_path={path}", f"data.validation.data_path={path}", *overrides]
+        "sft_tiny.yaml",
+        [
+            f"policy.model_name={folder}",
+            f"data.train.data_path={path}",
+            f"data.validation.data_path={path}",
+            *overrides,
+        ],
     )
 
 
@@ -45,7 +51,9 @@ def test_files_become_packed_rows(tmp_path: Path):
     tokenizer, seen = byte_tokenizer(4096), {}
     for rows in batch.rows:
         for row in rows:
-            packed = pack_row({index: pulled(batch.rollouts[index], 0.0, True) for index in row}, divisible_by=2, pad_token_id=256)
+            packed = pack_row(
+                {index: pulled(batch.rollouts[index], 0.0, True) for index in row}, divisible_by=2, pad_token_id=256
+            )
             bounds = packed.cu_seqlens.tolist()
             for index, start, stop in zip(packed.sequence_indices, bounds, bounds[1:], strict=False):
                 is_learned = packed.loss_mask_T[start:stop] > 0
@@ -87,15 +95,20 @@ def test_pairs_stay_together_in_rows_of_twice_the_tokens(tmp_path: Path):
     for plan, row_tokens in ((batch.rows, 32), (batch.logprob_rows, 64)):
         for row in (row for rows_of_rank in plan for row in rows_of_rank):
             assert list(row[1::2]) == [index + 1 for index in row[0::2]] and all(index % 2 == 0 for index in row[0::2])
-            assert sum(len(batch.rollouts[index].request.token_ids) + len(batch.rollouts[index].token_ids) for index in row) <= row_tokens
+            assert (
+                sum(
+                    len(batch.rollouts[index].request.token_ids) + len(batch.rollouts[index].token_ids) for index in row
+                )
+                <= row_tokens
+            )
         assert sorted(index for rows_of_rank in plan for row in rows_of_rank for index in row) == list(range(40))
     answers = [byte_tokenizer(64).decode(rollout.token_ids.tolist()) for rollout in batch.rollouts]
     assert answers[:4] == ["1<|end|>", "9<|end|>", "2<|end|>", "99<|end|>"]
 
 
 CHATML = (
-    "{% for message in messages %}{{ '<|user|>' + message.role + '\n' + message.content + '<|end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|user|>' + message.role + '\n' + message.content + '<|end|>' + '\n' }}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
 )
 # NeMo RL's sft.yaml has one like this: no special token, nothing before an answer.
 BARE = (
@@ -118,7 +131,10 @@ def learned(*turns: tuple[str, str], template: str | None = None, **settings: ob
     """The text of a conversation's tokens, and of each part that is learned."""
     tokenizer = byte_tokenizer(4096)
     tokenizer.chat_template = template or tokenizer.chat_template
-    how = dict(add_bos=False, add_eos=True, add_generation_prompt=True, only_unmask_final=False, template_kwargs={}) | settings
+    how = (
+        dict(add_bos=False, add_eos=True, add_generation_prompt=True, only_unmask_final=False, template_kwargs={})
+        | settings
+    )
     found = tokenize(of_turns(*turns), tokenizer, ConversationFormat(**how))  # type: ignore[arg-type]  # fields by name
     ids = found.token_ids.tolist()
     return str(tokenizer.decode(ids)), [str(tokenizer.decode(ids[start:stop])) for start, stop in found.targets]
@@ -169,17 +185,26 @@ def test_a_template_that_rewrites_earlier_turns_can_only_teach_the_last():
     tokenizer.chat_template = REWRITING
     with pytest.raises(RowError, match="only_unmask_final"):
         tokenize(of_turns(*TURNS), tokenizer, ConversationFormat(False, True, True, False, {}))
-    assert learned(*TURNS, template=REWRITING, only_unmask_final=True, add_eos=False)[1] == ["<|assistant|>[thought]six"]
+    assert learned(*TURNS, template=REWRITING, only_unmask_final=True, add_eos=False)[1] == [
+        "<|assistant|>[thought]six"
+    ]
 
 
 def test_a_template_that_raises_is_told_with_its_words():
     with pytest.raises(RowError, match="unknown role tool"):
-        tokenize(of_turns(("tool", "x"), ("assistant", "y")), byte_tokenizer(4096), ConversationFormat(False, True, True, False, {}))
+        tokenize(
+            of_turns(("tool", "x"), ("assistant", "y")),
+            byte_tokenizer(4096),
+            ConversationFormat(False, True, True, False, {}),
+        )
 
 
-# As GLM's: a turn ends where the next role's mark stands. TRL's training template of it learns that mark (glm4moe_training.jinja).
+# As GLM's: a turn ends where the next role's mark stands. TRL's training template of it learns that mark
+# (glm4moe_training.jinja).
 UNENDED = "{% for m in messages %}{{ '<|' + m.role + '|>' + '\n' + m.content }}{% endfor %}"
-VICUNA = "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] + m.content + ' ' }}{% endfor %}"
+VICUNA = (
+    "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] + m.content + ' ' }}{% endfor %}"
+)
 BETWEEN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}"
     "{% if m.role == 'assistant' and not loop.last %}<|end|><|reserved_0|>{% endif %}{% endfor %}"
@@ -194,7 +219,11 @@ BETWEEN = (
         (VICUNA, "ASSISTANT: 4 USER:", "ASSISTANT: six <|end|>"),
         (BETWEEN, "assistant: 4<|end|>", "assistant: six<|end|>"),
         (CHATML, "<|user|>assistant\n4<|end|>\n", "<|user|>assistant\nsix<|end|>\n"),
-        ("{% for m in messages %}{{ m.role + ': ' + m.content + '###' }}{% endfor %}", "assistant: 4###", "assistant: six###<|end|>"),
+        (
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '###' }}{% endfor %}",
+            "assistant: 4###",
+            "assistant: six###<|end|>",
+        ),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "4", "six<|end|>"),
     ],
 )
@@ -207,7 +236,14 @@ ANSWER = {"role": "assistant", "content": "a"}
 
 
 def marked(**marks: object) -> dict[str, object]:
-    return {"messages": [QUESTION, {"role": "assistant", "content": "BAD", **marks}, QUESTION, {"role": "assistant", "content": "good"}]}
+    return {
+        "messages": [
+            QUESTION,
+            {"role": "assistant", "content": "BAD", **marks},
+            QUESTION,
+            {"role": "assistant", "content": "good"},
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -230,11 +266,13 @@ def marked(**marks: object) -> dict[str, object]:
         (marked(images=["a.png"]), "messages[1] has images; only text is supported"),
         ({"messages": [QUESTION | {"train": True}, ANSWER]}, "messages[0] is of role user and marked as learned"),
         ({"messages": [QUESTION, ANSWER | {"weight": 0}]}, "the row's marks exclude every message"),
-        ({"prompt": "q", "completion": "a", "label": False}, "label is False: the row shows a reply that is not to be learned"),
+        ({"prompt": "q", "completion": "a", "label": False},
+         "label is False: the row shows a reply that is not to be learned"),
         ({"question": "q", "answer": "a", "kto_tag": False}, "kto_tag is False"),
         ({"prompt": "q", "completion": "a", "kto_tag": "false"}, "kto_tag is false"),
         ({"prompt": "q", "completion": "a", "is_desirable": False}, "is_desirable is False"),
-        ({"prompt": "q", "completion": "a", "sample_weight": 0.0}, "sample_weight is 0.0, which leaves out all of the row"),
+        ({"prompt": "q", "completion": "a", "sample_weight": 0.0},
+         "sample_weight is 0.0, which leaves out all of the row"),
         (marked(label=False), "messages[1].label is no mark that mrl knows"),
         ({"question": "q", "answer": "a", "train": False}, "train is False, which leaves out all of the row"),
         ({"question": "q", "answer": "a", "skip": True}, "skip is True"),
@@ -250,7 +288,9 @@ def test_marks_of_what_is_learned(tmp_path: Path, row: dict[str, object], expect
         return
     (example,) = load_examples(config).train
     ids = example.sequences[0].token_ids.tolist()
-    assert [str(byte_tokenizer(64).decode(ids[a:b])).removeprefix("<|assistant|>") for a, b in example.sequences[0].targets] == expected
+    assert [
+        str(byte_tokenizer(64).decode(ids[a:b])).removeprefix("<|assistant|>") for a, b in example.sequences[0].targets
+    ] == expected
 
 
 def test_marks_in_pairs(tmp_path: Path):
@@ -258,13 +298,19 @@ def test_marks_in_pairs(tmp_path: Path):
     with pytest.raises(ValueError, match="the row's marks exclude every message"):
         load_examples(config_of(tmp_path, [{"prompt": [QUESTION], "chosen": chosen, "rejected": "b"}], "algorithm=dpo"))
     with pytest.raises(ValueError, match="margin has no effect on the loss here"):
-        load_examples(config_of(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}], "algorithm=rm"))
+        load_examples(
+            config_of(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}], "algorithm=rm")
+        )
 
 
 def test_a_rows_own_values_for_the_template(tmp_path: Path):
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{{ '!' if enable_thinking else '' }}{% endfor %}")
-    rows = [ROWS[0] | own for own in ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True})]
+    rows = [
+        ROWS[0] | own for own in ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True})
+    ]
     config = config_of(tmp_path, rows, f"policy.tokenizer.chat_template={template}", "data.add_bos=false")
-    texts = [byte_tokenizer(64).decode(example.sequences[0].token_ids.tolist()) for example in load_examples(config).train]
+    texts = [
+        byte_tokenizer(64).decode(example.sequences[0].token_ids.tolist()) for example in load_examples(config).train
+    ]
     assert texts == ["1+1=2<|end|>", "1+1=!2!<|end|>", "1+1=!2!<|end|>"]

@@ -62,7 +62,9 @@ def test_a_path_is_no_pattern(tmp_path: Path):
 
 
 def test_objects_that_datasets_keeps_as_json_come_out_as_objects(tmp_path: Path):
-    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"x": 1}]}], "answer": "2"}] * 2
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"x": 1}]}], "answer": "2"}
+    ] * 2
     saved = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     assert "Json" in str(saved.features["messages"])
     saved.to_parquet(tmp_path / "rows.parquet")
@@ -80,7 +82,9 @@ def test_categories_are_read_as_their_values(tmp_path: Path, name: str, write: C
 def test_categories_within_lists_are_refused(tmp_path: Path):
     categories = pyarrow.array(["x", "y"]).dictionary_encode()
     table = pyarrow.table({"a": pyarrow.ListArray.from_arrays(pyarrow.array([0, 2], pyarrow.int32()), categories)})
-    with pytest.raises(ValueError, match=r"rows.arrow is not readable as a table \(column a has the type list<.*dictionary<"):
+    with pytest.raises(
+        ValueError, match=r"rows.arrow is not readable as a table \(column a has the type list<.*dictionary<"
+    ):
         rows_of(write_arrow(table, tmp_path / "rows.arrow"))
 
 
@@ -101,10 +105,16 @@ TYPES: dict[str, tuple[pyarrow.Array, object]] = {
     "binary": (pyarrow.array(["2+2 = é?".encode()], pyarrow.binary()), "2+2 = é?"),
     "large_binary": (pyarrow.array([b"4"], pyarrow.large_binary()), "4"),
     "list of binary": (pyarrow.array([[b"4", None]], pyarrow.list_(pyarrow.binary())), ["4", None]),
-    "struct of binary": (pyarrow.array([{"role": b"user"}], pyarrow.struct([("role", pyarrow.binary())])), {"role": "user"}),
+    "struct of binary": (
+        pyarrow.array([{"role": b"user"}], pyarrow.struct([("role", pyarrow.binary())])),
+        {"role": "user"},
+    ),
     "date": (pyarrow.array([date(2024, 1, 5)]), "2024-01-05"),
     "time": (pyarrow.array([time(3, 4)]), "03:04:00"),
-    "timestamp": (pyarrow.array([datetime(2024, 1, 5, 6, tzinfo=UTC)], pyarrow.timestamp("us", "UTC")), "2024-01-05T06:00:00+00:00"),
+    "timestamp": (
+        pyarrow.array([datetime(2024, 1, 5, 6, tzinfo=UTC)], pyarrow.timestamp("us", "UTC")),
+        "2024-01-05T06:00:00+00:00",
+    ),
     "decimal": (pyarrow.array([Decimal("12.50")]), 12.5),
     "large decimal": (pyarrow.array([Decimal(10**30)], pyarrow.decimal128(38, 0)), 10**30),
     "half": (pyarrow.array([0.5], pyarrow.float16()), 0.5),
@@ -124,7 +134,10 @@ def test_types_that_json_lacks_become_what_it_has(tmp_path: Path, name: str):
     [
         (pyarrow.array([b"\x89PNG"]), "column a is binary, and no text in UTF-8 (invalid start byte at byte 1)"),
         (pyarrow.array([{"bytes": b"\xff", "path": "a.png"}]), "column a.bytes is binary"),
-        (pyarrow.array([timedelta(1)]), "column a is datetime.timedelta(days=1), a timedelta, for which JSON has no form"),
+        (
+            pyarrow.array([timedelta(1)]),
+            "column a is datetime.timedelta(days=1), a timedelta, for which JSON has no form",
+        ),
         (pyarrow.array([Decimal("0.1234567890123456789")]), "column a is Decimal('0.1234567890123456789'), a Decimal"),
     ],
 )
@@ -134,7 +147,13 @@ def test_values_that_no_type_of_json_holds_are_a_fault_of_their_row(tmp_path: Pa
 
 
 def test_values_of_functions_that_json_lacks():
-    own = {"a": np.array([[1, 2]]), "b": np.float32(0.5), "c": (np.bool_(True),), "d": uuid.UUID(int=1), "e": np.str_("x")}
+    own = {
+        "a": np.array([[1, 2]]),
+        "b": np.float32(0.5),
+        "c": (np.bool_(True),),
+        "d": uuid.UUID(int=1),
+        "e": np.str_("x"),
+    }
     expected = {"a": [[1, 2]], "b": 0.5, "c": [True], "d": "00000000-0000-0000-0000-000000000001", "e": "x"}
     assert json.dumps(as_json(own, "row")) == json.dumps(expected)
     for value, reason in (

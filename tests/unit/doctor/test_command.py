@@ -28,7 +28,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
     return code, by_check
 
 
-def test_a_fake_apex_is_a_problem_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_fake_apex_is_a_problem_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "apex").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor.main([]) == 1
@@ -38,7 +40,9 @@ def test_a_fake_apex_is_a_problem_with_a_remedy(tmp_path: Path, monkeypatch: pyt
     assert "-> pip uninstall apex" in lines[line + 1]
 
 
-def test_what_a_run_needs_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_a_run_needs_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     # Imports of all libraries are tried in the stack suite.
     monkeypatch.setattr(probe, "IMPORTED", ("json",))
     code, findings = said(capsys, "grpo_tiny.yaml", f"policy.model_name={tmp_path}", "data.train.data_path=gone.jsonl")
@@ -54,12 +58,16 @@ def test_each_part_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(doctor, "_this_host", lambda *_: said.append(capsys.readouterr().out) or [])
     monkeypatch.setattr("mrl.doctor.run_inputs.check_inputs", lambda _: said.append(capsys.readouterr().out) or [])
     assert doctor.main(["grpo_tiny.yaml"]) == 0
-    assert said[0].splitlines()[-1] == "Looking at the models, data and disks of the run ..." and "the config" in said[0]
+    assert (
+        said[0].splitlines()[-1] == "Looking at the models, data and disks of the run ..." and "the config" in said[0]
+    )
     assert said[1] == "Looking at the libraries, GPUs, memory and network of this host ...\n"
     assert doctor.main(["--json"]) == 0 and json.loads(capsys.readouterr().out)["is_ok"]
 
 
-@pytest.mark.parametrize("arguments", [["no_such.yaml"], ["grpo_tiny.yaml", "grpo.num_steps=1"], ["grpo_tiny.yaml", "cluster.num_nodes=0"]])
+@pytest.mark.parametrize(
+    "arguments", [["no_such.yaml"], ["grpo_tiny.yaml", "grpo.num_steps=1"], ["grpo_tiny.yaml", "cluster.num_nodes=0"]]
+)
 def test_a_wrong_config_is_the_input_at_fault(arguments: list[str]):
     assert doctor.main(arguments) == 2
 

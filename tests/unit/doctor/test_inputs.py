@@ -34,7 +34,9 @@ def test_gpus_that_a_run_counts_on(gpu_host: HostFacts, gpus_per_node: int, has_
         (8, False, False, "note"),
     ],
 )
-def test_an_installation_of_the_other_kind(gpu_host: HostFacts, gpus_per_node: int, is_cuda: bool, has_gpus: bool, status: str | None):
+def test_an_installation_of_the_other_kind(
+    gpu_host: HostFacts, gpus_per_node: int, is_cuda: bool, has_gpus: bool, status: str | None
+):
     facts = gpu_host if has_gpus else replace(gpu_host, gpus=None)
     if not is_cuda:
         packages = {name: version for name, version in facts.packages.items() if name != "vllm"}

@@ -61,9 +61,27 @@ def verify(*arguments: object) -> int:
 
 def test_whole_downloads_pass_with_no_library_installed(model: Path, data: Path, tmp_path: Path):
     # -S: no site-packages, as on a login node.
-    words = ["-S", "-m", "mrl.prepare", "verify", "--model", model, "--data", data, "--disk", tmp_path / "later", "--min-free-gb", "0.001"]
+    words = [
+        "-S",
+        "-m",
+        "mrl.prepare",
+        "verify",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--disk",
+        tmp_path / "later",
+        "--min-free-gb",
+        "0.001",
+    ]
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env={"PATH": os.defpath}
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env={"PATH": os.defpath},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{NUM_FILES} of {NUM_FILES} safetensors files" in done.stdout
@@ -101,7 +119,10 @@ def begin(folder: Path) -> None:
     [
         (truncate, f"{shard(7)} has "),
         (lambda folder: (folder / shard(13)).unlink(), f"{shard(13)} is missing"),
-        (lambda folder: (folder / shard(2)).write_bytes(b""), f"{shard(2)} is no safetensors file, or an incomplete one"),
+        (
+            lambda folder: (folder / shard(2)).write_bytes(b""),
+            f"{shard(2)} is no safetensors file, or an incomplete one",
+        ),
         (lambda folder: (folder / INDEX_FILE).unlink(), f"no readable {INDEX_FILE}"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b""),
@@ -110,13 +131,18 @@ def begin(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (retouch(model_type="gpt2"), "model_type='gpt2' is not supported"),
         (retouch(vocab_size=640), "have another shape than by config.json"),
-        (lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}), "tensors are unknown to config.json: 1, the first is lora"),
+        (
+            lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}),
+            "tensors are unknown to config.json: 1, the first is lora",
+        ),
         (lambda folder: rewrite(folder, {}, lost=1), "tensors are missing: 1, the first is backbone."),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
         (begin, "files downloaded only in part: 1;"),
     ],
 )
-def test_what_is_broken_is_named(model: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], problem: str):
+def test_what_is_broken_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], problem: str
+):
     spoil(model)
     assert verify("--model", model) == 2
     problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]

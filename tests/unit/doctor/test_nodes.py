@@ -16,7 +16,9 @@ def report(name: str, facts: HostFacts, *, sees: bool = True, seen: bool = True,
     return NodeReport(name, NodeLook(facts, {"/shared": sees}), "", {"/shared": seen}, ahead_s, 0.01)
 
 
-def problems(reports: list[NodeReport], *, lost: tuple[str, ...] = (), num_expected: int | None = None) -> list[tuple[str, str]]:
+def problems(
+    reports: list[NodeReport], *, lost: tuple[str, ...] = (), num_expected: int | None = None
+) -> list[tuple[str, str]]:
     findings = judge_cluster(reports, lost=lost, num_expected=num_expected)
     return [(finding.check, finding.found) for finding in findings if finding.status == "problem"]
 
@@ -33,7 +35,9 @@ def test_missing_lost_and_silent_nodes(gpu_host: HostFacts):
     assert problems(two, lost=("n2",)) == [("nodes", "n0, n1; lost: n2")]
     silent = NodeReport("n2", None, "ModuleNotFoundError: No module named 'mrl'")
     (finding,) = [f for f in judge_cluster([*two, silent], lost=[], num_expected=3) if f.status == "problem"]
-    assert finding.nodes == ("n2",) and "No module named 'mrl'" in finding.found and "same installation" in finding.remedy
+    assert (
+        finding.nodes == ("n2",) and "No module named 'mrl'" in finding.found and "same installation" in finding.remedy
+    )
 
 
 def test_what_differs_between_nodes_is_named(gpu_host: HostFacts):
@@ -44,7 +48,9 @@ def test_what_differs_between_nodes_is_named(gpu_host: HostFacts):
     ]
     assert gpu_host.gpus is not None and gpu_host.gpus.driver is not None
     fewer = replace(gpu_host.gpus.driver, gpus=gpu_host.gpus.driver.gpus[:7])
-    ((check, found),) = problems([report("n0", gpu_host), report("n1", replace(gpu_host, gpus=Gpus(fewer, "", CudaProbe(nccl="2.27"))))])
+    ((check, found),) = problems(
+        [report("n0", gpu_host), report("n1", replace(gpu_host, gpus=Gpus(fewer, "", CudaProbe(nccl="2.27"))))]
+    )
     assert check == "GPUs on the nodes" and "7 x NVIDIA H100 80GB HBM3, driver 580.65.06, NCCL 2.27 on n1" in found
 
 
@@ -81,4 +87,10 @@ def test_findings_of_nodes_are_said_once():
     ]
     said = json.loads(as_json(merged))
     assert said["is_ok"] is False
-    assert said["findings"][2] == {"check": "limits", "status": "problem", "found": "few", "remedy": "raise them", "nodes": ["n1"]}
+    assert said["findings"][2] == {
+        "check": "limits",
+        "status": "problem",
+        "found": "few",
+        "remedy": "raise them",
+        "nodes": ["n1"],
+    }

@@ -51,7 +51,12 @@ def test_a_fake_apex_is_told_from_nvidias(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_builds_are_read_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
-    package(tmp_path, "torchvision", __init__="raise ImportError", version="__version__: str = '0.28.0+cu130'\ncuda = None\n")
+    package(
+        tmp_path,
+        "torchvision",
+        __init__="raise ImportError",
+        version="__version__: str = '0.28.0+cu130'\ncuda = None\n",
+    )
     package(tmp_path, "torchaudio", __init__="raise ImportError")
     assert probe.build_tag("torchvision", "0.28.0") == "cu130"
     assert probe.build_tag("torchaudio", "2.13.0+cpu") == "cpu"
@@ -61,7 +66,9 @@ def test_builds_are_read_without_importing(tmp_path: Path, monkeypatch: pytest.M
 def test_libraries_without_their_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert probe.missing_modules({"torch": "2.13.0"}) == ()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    sys_modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] not in ("ray", "megatron")}
+    sys_modules = {
+        name: module for name, module in sys.modules.items() if name.split(".")[0] not in ("ray", "megatron")
+    }
     monkeypatch.setattr(sys, "modules", sys_modules)
     (tmp_path / "megatron").mkdir()
     assert probe.missing_modules({"ray": "2.60.0", "megatron-core": "0.16.1"}) == ("ray", "megatron.core")
@@ -162,7 +169,9 @@ print(sorted({"torch", "ray", "vllm", "omegaconf", "yaml"} & sys.modules.keys())
 
 def test_without_a_config_no_library_is_imported():
     # So that none that is broken can keep the doctor from saying so.
-    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, env=environment()
+    )
     assert done.stdout.splitlines()[-1] == "[]" and done.stderr == ""
 
 

@@ -54,7 +54,9 @@ def score(prompt, response, reference_answer):
             time.sleep(6000)
         case "forged reward" | "forged observation":
             forged = {"reward": 1.0, "components": {}, "extracted": "", "flags": [], "observation": []}
-            body = json.dumps(forged | ({"reward": 10**400} if text == "forged reward" else {"observation": [7]})).encode()
+            body = json.dumps(
+                forged | ({"reward": 10**400} if text == "forged reward" else {"observation": [7]})
+            ).encode()
             write_everywhere(len(body).to_bytes(4) + body)
             time.sleep(6000)
         case "nan":

@@ -21,7 +21,9 @@ T = TypeVar("T")
 class Pool:
     """A pool in an event loop of its own, which runs while the test waits for verdicts."""
 
-    def __init__(self, starting: Environment | Coroutine[None, None, RewardPool], *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self, starting: Environment | Coroutine[None, None, RewardPool], *, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
         self._runner = asyncio.Runner()
         if isinstance(starting, Environment):
             starting = RewardPool(starting, memory_bytes=memory_bytes).start()

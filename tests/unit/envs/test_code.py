@@ -17,16 +17,23 @@ ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]}
 CALL = {"inputs": ["[1, 2]\n3", "[]\n4"], "outputs": ["[4, 5]", "[]"], "fn_name": "shift"}
 
 
-def judge(program: str, tests: Mapping[str, object] = ADD, *, test_timeout_s: float = HANG_S, timeout_s: float = HANG_S) -> Outcome:
+def judge(
+    program: str, tests: Mapping[str, object] = ADD, *, test_timeout_s: float = HANG_S, timeout_s: float = HANG_S
+) -> Outcome:
     row = json.dumps({"verifier_metadata": {"unit_tests": tests}})
-    return score(Task((f"Here:\n```python\n{program}\n```\n",), row=row), test_timeout_s=test_timeout_s, timeout_s=timeout_s)
+    return score(
+        Task((f"Here:\n```python\n{program}\n```\n",), row=row), test_timeout_s=test_timeout_s, timeout_s=timeout_s
+    )
 
 
 @pytest.mark.parametrize(
     "program",
     [
         "print(sum(map(int, input().split())))",
-        "import sys\nif __name__ == '__main__':\n    print(sum(int(x) for x in sys.stdin.buffer.read().split()))\n    sys.exit(0)",
+        (
+            "import sys\nif __name__ == '__main__':\n    print(sum(int(x) for x in sys.stdin.buffer.read().split()))\n "
+            "   sys.exit(0)"
+        ),
         "a, b = map(int, open(0).read().split())\nprint(f'{a + b}.0 ')",
         "print(reduce(lambda a, b: a + b, [int(x) for x in input().split()], pow(5, 0, 3) - 1))",
         "open('notes', 'w').write('x')\nprint(sum(map(int, input().split())))",
@@ -40,7 +47,10 @@ def test_programs_that_pass(program: str):
     "program",
     [
         "def shift(values, by):\n    return [value + by for value in values]",
-        "class Solution:\n    def shift(self, values: List[int], by: int):\n        print(0)\n        return tuple(v + by for v in values)",
+        (
+            "class Solution:\n    def shift(self, values: List[int], by: int):\n        print(0)\n        return "
+            "tuple(v + by for v in values)"
+        ),
     ],
 )
 def test_functions_that_pass(program: str):
@@ -104,13 +114,32 @@ def test_the_exit_code_that_a_program_chooses_does_not_count(program: str, rewar
     [
         *((3, 3, True), ("3", 3, True), (3.00001, 3, True), (3.001, 3, False), ("x", 3, False), (None, 3, False)),
         # Whole numbers are counted, modulo 1,000,000,007 too; in a float as well, and in the text of a long number.
-        *((1_000_000_006, 1_000_000_007, False), (1_000_000_006.0, 1_000_000_007, False), (1_000_000_006, 1_000_000_007.0, False)),
+        *(
+            (1_000_000_006, 1_000_000_007, False),
+            (1_000_000_006.0, 1_000_000_007, False),
+            (1_000_000_006, 1_000_000_007.0, False),
+        ),
         *(("1000000006", "1000000007", False), ([100_001], [100_000], False), ({"a": 100_001}, {"a": 100_000}, False)),
-        *((5 * 10**16 + 1, 5 * 10**16, False), (5e16, 5 * 10**16, True), (10**400, 10**400 + 1, False), (2.0, 2, True), (2, 2.0, True)),
+        *(
+            (5 * 10**16 + 1, 5 * 10**16, False),
+            (5e16, 5 * 10**16, True),
+            (10**400, 10**400 + 1, False),
+            (2.0, 2, True),
+            (2, 2.0, True),
+        ),
         # Decimals are rounded, wherever they stand.
-        *(([3.00001], [3], True), ([[0.1 + 0.2]], [[0.3]], True), ({"a": [1 / 3, "x"]}, {"a": [0.33333333, "x"]}, True)),
+        *(
+            ([3.00001], [3], True),
+            ([[0.1 + 0.2]], [[0.3]], True),
+            ({"a": [1 / 3, "x"]}, {"a": [0.33333333, "x"]}, True),
+        ),
         *((1.000001e20, 1e20, True), ([0.5, 1], [0.5], False), ([0.5], [0.6], False), ({"a": 0.5}, {"b": 0.5}, False)),
-        *((math.inf, math.inf, True), (math.inf, 1e308, False), (math.nan, math.nan, False), ("1e999999999999999999", 1, False)),
+        *(
+            (math.inf, math.inf, True),
+            (math.inf, 1e308, False),
+            (math.nan, math.nan, False),
+            ("1e999999999999999999", 1, False),
+        ),
         *((True, 1, True), (False, True, False), ([], [], True), ([], {}, False), ("ab", "ab", True)),
     ],
 )
@@ -119,7 +148,8 @@ def test_numbers_that_functions_return(returned: object, right: object, *, is_sa
 
 
 @pytest.mark.parametrize(
-    "helper", ["def twice(x):\n    return -1\n\n", "from math import gcd as twice\n", "def twice(x, y):\n    return x * y\n\n"]
+    "helper",
+    ["def twice(x):\n    return -1\n\n", "from math import gcd as twice\n", "def twice(x, y):\n    return x * y\n\n"],
 )
 def test_the_method_of_the_solution_wins_over_a_helper_of_its_name(helper: str):
     program = f"{helper}class Solution:\n    def twice(self, x):\n        return 2 * x\n"
@@ -131,7 +161,9 @@ def test_the_method_of_the_solution_wins_over_a_helper_of_its_name(helper: str):
 def test_all_tests_of_a_program_share_a_limit(monkeypatch: pytest.MonkeyPatch):
     now, limits_s = [100.0], list[float]()
 
-    def pass_in_400_s(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool) -> None:
+    def pass_in_400_s(
+        program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool
+    ) -> None:
         limits_s.append(seconds)
         now[0] += 400.0
 
@@ -155,7 +187,10 @@ def test_the_last_block_counts():
     assert last_code_block(text.replace(" inline", "\n```")) == ""
     assert last_code_block(text.partition("\nand")[0]) == "b\n"
     assert last_code_block("print(1)") is None
-    assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=HANG_S, timeout_s=HANG_S).extracted == "no code block"
+    assert (
+        score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=HANG_S, timeout_s=HANG_S).extracted
+        == "no code block"
+    )
 
 
 def test_blocks_are_found_in_time_that_grows_with_the_text():
@@ -185,7 +220,8 @@ def test_outputs(printed: str, expected: str, is_same: bool):
 
 
 @pytest.mark.parametrize(
-    "tests", [None, {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, {"inputs": [1], "outputs": ["1"]}]
+    "tests",
+    [None, {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, {"inputs": [1], "outputs": ["1"]}],
 )
 def test_a_row_without_tests_is_an_error(tests: object):
     with pytest.raises(ValueError):
@@ -194,7 +230,10 @@ def test_a_row_without_tests_is_an_error(tests: object):
 
 def test_usual_programs_are_not_hindered():
     assert len(BENIGN) >= 61
-    assert judge(program(), {"inputs": [""], "outputs": ["[]"]}, test_timeout_s=HANG_S, timeout_s=HANG_S).extracted == "passed 1 tests"
+    assert (
+        judge(program(), {"inputs": [""], "outputs": ["[]"]}, test_timeout_s=HANG_S, timeout_s=HANG_S).extracted
+        == "passed 1 tests"
+    )
 
 
 @pytest.mark.parametrize("name", ["gcd", "comb", "bisect_left", "Counter", "prod", "reduce"])

@@ -14,7 +14,10 @@ from mrl.envs import confine
 from tests.hostile.calls import NEVER_CALLS
 
 TABLES = (*confine.TABLES, NEVER_CALLS)
-HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "aarch64": Path("/usr/include/asm-generic/unistd.h")}
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
 ALLOWED, REFUSED, UNKNOWN, NO_DEVICE, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050019, 0x80000000
 
 
@@ -23,7 +26,9 @@ ALLOWED, REFUSED, UNKNOWN, NO_DEVICE, KILLED = 0x7FFF0000, 0x00050001, 0x0005002
 def test_numbers_are_those_of_the_kernels_headers(machine: str, monkeypatch: pytest.MonkeyPatch):
     defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
     # asm-generic numbers fstatat alike and calls it newfstatat on 64 bits only further down.
-    numbers = {name: int(number) for name, number in reversed(defined)} | ({"newfstatat": 79} if machine == "aarch64" else {})
+    numbers = {name: int(number) for name, number in reversed(defined)} | (
+        {"newfstatat": 79} if machine == "aarch64" else {}
+    )
     monkeypatch.setattr(confine, "MACHINE", machine)
     ours = confine.call_numbers(*TABLES)
     assert ours == {name: numbers[name] for name in ours}
@@ -143,9 +148,14 @@ def test_the_filter_of_workers(machine: str, arch: int, allowed: set, monkeypatc
     code = confine.filter_program(confine.worker_actions(allowed), confine.EPERM)
     for needed, name, arguments in WORKER_CASES:
         is_allowed = needed is not None and (not needed or bool(allowed & {*needed.split()}))
-        assert decide(code, numbers[name], *arguments, arch=arch) == (ALLOWED if is_allowed else REFUSED), (name, arguments)
+        assert decide(code, numbers[name], *arguments, arch=arch) == (ALLOWED if is_allowed else REFUSED), (
+            name,
+            arguments,
+        )
     assert decide(code, numbers["ioctl"], 3, 0x5412, arch=arch) == NO_DEVICE  # TIOCSTI types into a terminal
-    assert (decide(code, numbers["ioctl"], 3, 0x40086602, arch=arch) == ALLOWED) == ("files" in allowed)  # FS_IOC_SETFLAGS
+    assert (decide(code, numbers["ioctl"], 3, 0x40086602, arch=arch) == ALLOWED) == (
+        "files" in allowed
+    )  # FS_IOC_SETFLAGS
 
 
 @pytest.mark.parametrize("abi", [0, 2, 3])

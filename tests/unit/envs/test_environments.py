@@ -30,7 +30,9 @@ def test_the_page_names_the_fields_that_an_environment_reads(name: str):
 
 
 def test_a_reward_function_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_rewards.py").write_text("def brief(prompt, response, reference_answer):\n    return 1.0 / len(response)\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def brief(prompt, response, reference_answer):\n    return 1.0 / len(response)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = EnvConfig(own=OwnEnvConfig(functions={"brief": "my_rewards:brief"}))
     assert "brief" in environment_names(config)

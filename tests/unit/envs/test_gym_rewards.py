@@ -11,11 +11,24 @@ from scripts.bench.gym_rewards import Answer, answers, reward
 
 TABLES = {
     "emails": [
-        {"email_id": f"000000{number}", "inbox/outbox": "inbox", "sender/recipient": "ann@x.com", "subject": f"Plan {number}", "body": "b"}
+        {
+            "email_id": f"000000{number}",
+            "inbox/outbox": "inbox",
+            "sender/recipient": "ann@x.com",
+            "subject": f"Plan {number}",
+            "body": "b",
+        }
         for number in (57, 58)
     ],
     "events": [{"event_id": "00000013", "event_name": "sync up", "duration": "90"}],
-    "tasks": [{"task_id": "00000001", "assigned_to_email": "carlos.rodriguez@atlas.com", "list_name": "Completed", "board": "Design"}],
+    "tasks": [
+        {
+            "task_id": "00000001",
+            "assigned_to_email": "carlos.rodriguez@atlas.com",
+            "list_name": "Completed",
+            "board": "Design",
+        }
+    ],
     "customers": [{"customer_id": "00000001", "customer_name": "Al", "status": "Lead", "product_interest": "Software"}],
 }
 """The records of the office that the calls are about, without the hundreds of others that Gym has."""

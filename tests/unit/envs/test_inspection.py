@@ -93,11 +93,18 @@ def test_every_turn_is_inspected_after_what_stands_before_it():
 
 def test_flaws_span_the_turns_that_have_them():
     said = rollout(
-        PLAIN, "<tool_call>f()</tool_call>", "no such call", "a</think>b", "hm", "<tool_call><function=f></function></tool_call>"
+        PLAIN,
+        "<tool_call>f()</tool_call>",
+        "no such call",
+        "a</think>b",
+        "hm",
+        "<tool_call><function=f></function></tool_call>",
     )
     first, second, _ = said.turns
     found = inspect(said, decode, rules(RewardPenaltiesConfig()))
-    assert found == Remarks((), (Flaw("invalid_tool_call", first.start, first.stop), Flaw("malformed_thinking", second.start, second.stop)))
+    assert found == Remarks(
+        (), (Flaw("invalid_tool_call", first.start, first.stop), Flaw("malformed_thinking", second.start, second.stop))
+    )
     only_calls = rules(RewardPenaltiesConfig(), GrpoConfig(invalid_tool_call_advantage=-5.0))
     assert [flaw.kind for flaw in inspect(said, decode, only_calls).flaws] == ["invalid_tool_call"]
 
@@ -135,7 +142,9 @@ def test_calls_are_read_in_the_format_of_the_engines_parser():
 
 def test_only_what_is_asked_for_is_penalised():
     for name in ("duplicated_reasoning", "empty_final_answer", "unwanted_tokens", "malformed_think_tag"):
-        config = RewardPenaltiesConfig(**{f"penalize_{name}": True}, token_ids=PenaltyTokenIdsConfig(unwanted=[ord("@")]))
+        config = RewardPenaltiesConfig(
+            **{f"penalize_{name}": True}, token_ids=PenaltyTokenIdsConfig(unwanted=[ord("@")])
+        )
         found = {
             penalty
             for prompt, text in [(THINKING, "4@</think>4@"), (THINKING, "hm</think>"), (THINKING, "hm")]
@@ -153,7 +162,9 @@ def test_tags_of_other_tokens():
 
 
 def test_marks_and_patterns_of_nemo_gym():
-    gym = NemoGymConfig(thinking_tags=["[THINK]", "[/THINK]"], invalid_tool_call_patterns=["<function_call>", "</tool_call>"])
+    gym = NemoGymConfig(
+        thinking_tags=["[THINK]", "[/THINK]"], invalid_tool_call_patterns=["<function_call>", "</tool_call>"]
+    )
     run = RunConfig(grpo=BOTH, reward_penalties=EVERYTHING, env=EnvConfig(should_use_nemo_gym=True, nemo_gym=gym))
     call = "<tool_call><function=f></function></tool_call>"
     cases = {
@@ -178,7 +189,11 @@ def test_a_penalty_is_a_reward_of_nothing_and_a_flag():
     verdict = Verdict(1.0, True, "ok", "4", "4", components={"a": 0.5, "b": 0.5}, flags=("x",))
     flaws = (Flaw("malformed_thinking", 0, 2),)
     amended = amend(verdict, Remarks(("empty_final_answer",), flaws))
-    assert (amended.reward, amended.components, amended.flags) == (0.0, {"a": 0.0, "b": 0.0}, ("x", "empty_final_answer"))
+    assert (amended.reward, amended.components, amended.flags) == (
+        0.0,
+        {"a": 0.0, "b": 0.0},
+        ("x", "empty_final_answer"),
+    )
     assert amended.flaws == flaws and amended.is_valid
     assert amend(verdict, Remarks()) == verdict
     flagged = amend(replace(verdict, is_valid=False, status="flagged"), Remarks(("empty_final_answer",)))

@@ -14,8 +14,18 @@ CASES = [
     ("keywords:frequency", {"keyword": "ha", "frequency": 3, "relation": "less than"}, "ha ha", "ha ha ha"),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "The category is fine.", "A CAT."),
     ("keywords:letter_frequency", {"letter": "z", "let_frequency": 2, "let_relation": "at least"}, "Zigzag", "z"),
-    ("language:response_language", {"language": "de"}, "Das ist nicht der Hund von dem Mann.", "This is not the dog of the man."),
-    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"}, "Dr. No. Is 3.5 it? Yes. So!", "One. Two."),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist nicht der Hund von dem Mann.",
+        "This is not the dog of the man.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "at least"},
+        "Dr. No. Is 3.5 it? Yes. So!",
+        "One. Two.",
+    ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n***\n***\ntwo"),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", "now three words"),
     (
@@ -30,14 +40,24 @@ CASES = [
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n* c"),
     ("detectable_format:constrained_response", {}, "My answer is maybe.", "Maybe."),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and **two**", "*one* and * *"),
-    ("detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2}, "SECTION 1\na\nSECTION 2\nb", "SECTION 1"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "SECTION", "num_sections": 2},
+        "SECTION 1\na\nSECTION 2\nb",
+        "SECTION 1",
+    ),
     ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
     ("detectable_format:title", {}, "<<On Cats>>\nCats.", "<< >>\nCats."),
     ("combination:two_responses", {}, "one\n******\ntwo", "one\n******\none"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "say it. It.", "It. Say it."),
     ("startend:end_checker", {"end_phrase": "The end."}, 'so. "The END."', "The end. No."),
     ("startend:quotation", {}, '"all of it"', '"some" of it'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at most"}, "A BIG cat", "A BIG FAT cat"),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at most"},
+        "A BIG cat",
+        "A BIG FAT cat",
+    ),
     ("change_case:english_capital", {}, "ALL OF THIS IS LOUD.", "All of this"),
     ("change_case:english_lowercase", {}, "all of this is quiet.", "All of this"),
     ("punctuation:no_comma", {}, "one and two", "one, two"),
@@ -45,10 +65,20 @@ CASES = [
     ("punctuation:punctuation_exclamation", {}, "one and two.", "one! two"),
     ("keywords:no_adjacent_consecutive", {}, "apple cherry banana", "apple banana"),
     ("keywords:word_once", {"keyword": "cat"}, "A Cat ran.", "Cat and cat"),
-    ("keywords:word_count_different_numbers", {"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat, cats", "cat"),
+    (
+        "keywords:word_count_different_numbers",
+        {"keyword": "cat", "frequency": 2, "relation": "at least"},
+        "cat, cats",
+        "cat",
+    ),
     ("keywords:exclude_word_harder", {"keyword": "cat"}, "a category, a cat.", "a cat ran"),
     ("keywords:palindrome", {}, "the level is fine", "the floor is fine"),
-    ("keywords:keyword_specific_position", {"keyword": "cat", "n": 2, "m": 2}, "So. The cat ran.", "The cat ran. The big cat."),
+    (
+        "keywords:keyword_specific_position",
+        {"keyword": "cat", "n": 2, "m": 2},
+        "So. The cat ran.",
+        "The cat ran. The big cat.",
+    ),
     ("keywords:start_end", {}, "well, all is well", "well, all is well."),
     ("detectable_format:sentence_hyphens", {}, "It is so.-It is not.", "It is so. - It is not."),
     ("detectable_format:square_brackets", {}, "[all] [of] [it]", "[all] of [it]"),
@@ -57,7 +87,12 @@ CASES = [
     ("copy:copy", {"prompt_to_repeat": "Say it."}, "say it.", "Say it. It."),
     ("copy:copying_simple", {"prompt_to_repeat": "Say it."}, "SAY IT.", "it"),
     ("copy:copying_multiple", {"prompt_to_repeat": "Say it.", "N": 2}, "Say it.\n******\nsay it.", "Say it."),
-    ("new:copy_span_idx", {"prompt_to_repeat": "Please say it now.", "n_start": 7, "n_end": 13}, "Say it", "say it now"),
+    (
+        "new:copy_span_idx",
+        {"prompt_to_repeat": "Please say it now.", "n_start": 7, "n_end": 13},
+        "Say it",
+        "say it now",
+    ),
     ("paragraphs:paragraphs", {}, "one\n***\ntwo", "one\n\ntwo"),
     ("paragraphs:paragraphs2", {}, "one\n\ntwo", "one\n\n\n\ntwo"),
     ("first_word:first_word_sent", {"first_word": "so"}, "So it is. So be it.", "So it is. Be it."),
@@ -65,7 +100,12 @@ CASES = [
     ("last_word:last_word_sent", {"last_word": "so"}, "It is so. Be it so!", "It is so. Be it."),
     ("last_word:last_word_answer", {"last_word": "so"}, "Be it so.", "So be it."),
     ("count:lowercase_counting", {"N": 2}, "ONE two Three four", "one two three"),
-    ("count:counting_composition", {"n_sent": 1, "n_words": 3}, "One two.***Three four.***Five six.", "One two.***Three four."),
+    (
+        "count:counting_composition",
+        {"n_sent": 1, "n_words": 3},
+        "One two.***Three four.***Five six.",
+        "One two.***Three four.",
+    ),
     ("count:count_unique", {}, "one two three.", "one two one"),
     ("count:count_increment_word", {"keyword1": "cat", "keyword2": "dog"}, "dog cat dog", "cat dog"),
     ("letters:letter_counting", {"N": 4, "relation": "less than"}, "a b 1 c", "abcd"),
@@ -74,7 +114,10 @@ CASES = [
 
 
 def judge(text: str, *instructions: tuple[str, dict[str, object] | None]) -> tuple[float, tuple[str, ...]]:
-    row = {"instruction_id_list": [name for name, _ in instructions], "kwargs": [arguments for _, arguments in instructions]}
+    row = {
+        "instruction_id_list": [name for name, _ in instructions],
+        "kwargs": [arguments for _, arguments in instructions],
+    }
     outcome = score(Task((text,), row=json.dumps(row)))
     return outcome.reward, outcome.flags
 
@@ -103,7 +146,11 @@ def test_an_unknown_instruction_is_the_row_s_fault():
 
 
 def test_rows_of_either_form_and_shares_of_instructions():
-    row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {}], "grading_mode": "fraction"}
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
+        "kwargs": [None, {}],
+        "grading_mode": "fraction",
+    }
     for fields in (row, {"verifier_metadata": row}, {"grading_mode": "binary", "verifier_metadata": row}):
         assert score(Task(("quiet",), row=json.dumps(fields))).reward == 0.5
     assert score(Task(("a, b",), row=json.dumps(row))).reward == 0.0
@@ -120,7 +167,10 @@ def test_rows_of_either_form_and_shares_of_instructions():
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 7}]},
-        {"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "frequency": 1, "relation": "nearly"}]},
+        {
+            "instruction_id_list": ["keywords:frequency"],
+            "kwargs": [{"keyword": "a", "frequency": 1, "relation": "nearly"}],
+        },
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["C++("]}]},
     ],
 )

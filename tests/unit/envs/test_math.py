@@ -53,10 +53,35 @@ RIGHT = [
     ("\\sqrt{2} \\cdot 10^{-30}", "\\boxed{1.41421 \\cdot 10^{-30}}", "1.41421 \\cdot 10^{-30}"),
 ]
 WRONG = [
-    *(("46", text) for text in ("46 <answer>45</answer>", "47", "46.5", "-46", "0", "", "no number here", "04 6", "460", "\\boxed{}")),
+    *(
+        ("46", text)
+        for text in (
+            "46 <answer>45</answer>",
+            "47",
+            "46.5",
+            "-46",
+            "0",
+            "",
+            "no number here",
+            "04 6",
+            "460",
+            "\\boxed{}",
+        )
+    ),
     *(("46", text) for text in ("\\boxed{47} not 46", "\x00\x01\ufffd", "\\frac{", "46\n#### 47", "46 ####")),
-    *(("1e-05", "\\boxed{0.0001}"), ("2024-01-05", "\\boxed{2018}"), ("3", "-3"), ("-3", "3"), ("1200", "1.2"), ("1/2", "1/3")),
-    *(("\\frac{1}{2^{99}}", "\\boxed{2^{-98}}"), ("\\frac{1}{2004!}", "\\boxed{\\frac{1}{2006!}}"), ("e^{-50}", "\\boxed{e^{-51}}")),
+    *(
+        ("1e-05", "\\boxed{0.0001}"),
+        ("2024-01-05", "\\boxed{2018}"),
+        ("3", "-3"),
+        ("-3", "3"),
+        ("1200", "1.2"),
+        ("1/2", "1/3"),
+    ),
+    *(
+        ("\\frac{1}{2^{99}}", "\\boxed{2^{-98}}"),
+        ("\\frac{1}{2004!}", "\\boxed{\\frac{1}{2006!}}"),
+        ("e^{-50}", "\\boxed{e^{-51}}"),
+    ),
     *(("10^{-500}", f"\\boxed{{10^{{-{power}}}}}") for power in (499, 501, 100_000)),
     *(("\\{2, 10^{-30}x\\}", "\\boxed{\\{2, 10^{-31}x\\}}"), ("9.11\\times 10^{-31}", "\\boxed{9.11\\times 10^{-28}}")),
     *(("1/2", "2"), ("x+1", "\\boxed{x-1}"), ("(1,2)", "\\boxed{(2,1)}")),
@@ -75,7 +100,9 @@ def test_wrong_answers(expected: str, text: str):
     assert isinstance(extracted, str)
 
 
-@pytest.mark.parametrize("text", [*(text for _, text, _ in RIGHT), *(text for _, text in WRONG), "$1$ and $2$", "Answer: 3, then 4"])
+@pytest.mark.parametrize(
+    "text", [*(text for _, text, _ in RIGHT), *(text for _, text in WRONG), "$1$ and $2$", "Answer: 3, then 4"]
+)
 def test_what_is_found_is_what_math_verify_finds(text: str):
     assert find_answer(text, size_of("1"))[0] == parse(text, extraction_config=ANSWER_TARGETS, parsing_timeout=0)
 

@@ -19,7 +19,9 @@ def test_right_forms_are_right_and_restated_questions_are_wrong(kind: str):
 
 
 def test_the_table_is_large_and_no_answer_stands_on_both_sides():
-    right, wrong = ({(case.expected, case.text) for case in CASES if case.is_right == is_right} for is_right in (True, False))
+    right, wrong = (
+        {(case.expected, case.text) for case in CASES if case.is_right == is_right} for is_right in (True, False)
+    )
     assert len(right) >= 200 and len(wrong) >= 200 and not right & wrong
 
 

@@ -72,13 +72,20 @@ Respuesta: bueno|La respuesta es buena|Respuesta: A o B|Réponse : A et B|Antwor
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [(text, reward) for table, reward in ((RIGHT, 1.0), (WRONG, 0.0)) for line in table.strip().splitlines() for text in line.split("|")],
+    [
+        (text, reward)
+        for table, reward in ((RIGHT, 1.0), (WRONG, 0.0))
+        for line in table.strip().splitlines()
+        for text in line.split("|")
+    ],
 )
 def test_letters_and_words_around_them(text: str, reward: float):
     assert score(Task((text.replace(r"\n", "\n"),), row=PLAIN)).reward == reward
 
 
-@pytest.mark.parametrize(("text", "choice"), [("The answer is A. It is a good one: the answer is a bit odd.", "A"), ("Answer: a", "A")])
+@pytest.mark.parametrize(
+    ("text", "choice"), [("The answer is A. It is a good one: the answer is a bit odd.", "A"), ("Answer: a", "A")]
+)
 def test_an_article_is_no_choice(text: str, choice: str):
     assert score(Task((text,), row=PLAIN)).extracted == choice
 

@@ -41,7 +41,9 @@ def test_entries_of_a_dict_beside_the_reward_are_components():
     assert make(f"{__name__}:compute_score")(TASK).components == {"acc": 1.0, "level": 3.0}
 
 
-@pytest.mark.parametrize(("function", "message"), [("unknown", "colour"), ("no_such", "no_such"), ("TASK", "not a function")])
+@pytest.mark.parametrize(
+    ("function", "message"), [("unknown", "colour"), ("no_such", "no_such"), ("TASK", "not a function")]
+)
 def test_a_function_that_cannot_be_called_is_refused(function: str, message: str):
     with pytest.raises(ValueError, match=message):
         make(f"{__name__}:{function}")
@@ -66,13 +68,18 @@ def test_returned_values(returned: object, expected: Outcome):
     assert outcome(returned) == expected
 
 
-@pytest.mark.parametrize("returned", [None, "1", (1.0,), np.array(["a"]), {}, {"extracted": "a"}, {"reward": None}, {"form": "x"}])
+@pytest.mark.parametrize(
+    "returned", [None, "1", (1.0,), np.array(["a"]), {}, {"extracted": "a"}, {"reward": None}, {"form": "x"}]
+)
 def test_returned_values_that_are_no_reward(returned: object):
     with pytest.raises(TypeError):
         outcome(returned)
 
 
-VERL_ROW = '{"data_source": "nq", "reward_model": {"ground_truth": {"target": ["Bob"]}}, "extra_info": {"index": 7, "level": 3}}'
+VERL_ROW = (
+    '{"data_source": "nq", "reward_model": {"ground_truth": {"target": ["Bob"]}}, "extra_info": {"index": '
+    '7, "level": 3}}'
+)
 
 
 def of_verl(solution_str, ground_truth, method="strict", extra_info=None):
@@ -97,7 +104,10 @@ async def later(data_source, solution_str, ground_truth, extra_info=None):
 def test_verls_functions_get_verls_values_by_name():
     found = make(f"{__name__}:of_verl")(Task(("Bob",), "", row=VERL_ROW))
     assert found == Outcome(1.0, extracted="42", components={"acc": 1.0, "index": 7.0})
-    assert make(f"{__name__}:keywords")(TASK).components == {"level": 3.0, "is_gold": 1.0}  # without extra_info of its own: the row
+    assert make(f"{__name__}:keywords")(TASK).components == {
+        "level": 3.0,
+        "is_gold": 1.0,
+    }  # without extra_info of its own: the row
 
 
 def test_an_async_reward_is_refused_before_it_judges():
@@ -119,7 +129,12 @@ def positional_only(row, response, prompt="", /):
 def of_trl(completions, solution, level, prompts=None, missing=None, **kwargs):
     """TRL's form: each value is a list, the row's columns too."""
     names = kwargs["data_source"], kwargs["answer"], kwargs["turns"]
-    return [float((completions, solution, level, prompts, missing, *names) == (["last"], ["gold"], [3], ["what?"], None, *EXPECTED))]
+    return [
+        float(
+            (completions, solution, level, prompts, missing, *names)
+            == (["last"], ["gold"], [3], ["what?"], None, *EXPECTED)
+        )
+    ]
 
 
 EXPECTED = ["gsm8k"], ["gold"], [["first", "last"]]
@@ -172,7 +187,18 @@ anonymous = lambda gold, response: float((gold, response) == ("gold", "last"))  
 
 @pytest.mark.parametrize(
     "name",
-    ["any_order", "positional_only", "of_trl", "of_verifiers", "logs", "instance", "method", "wrapped", "partial", "anonymous"],
+    [
+        "any_order",
+        "positional_only",
+        "of_trl",
+        "of_verifiers",
+        "logs",
+        "instance",
+        "method",
+        "wrapped",
+        "partial",
+        "anonymous",
+    ],
 )
 def test_every_callable_gets_values_by_the_names_of_its_parameters(name: str):
     assert make(f"{__name__}:{name}")(TASK).reward == 1.0

@@ -46,13 +46,18 @@ def test_thoughts_count_only_where_gym_does_not_grade():
 def test_what_the_config_says_of_parsers():
     run = RunConfig(env=EnvConfig(should_use_nemo_gym=True))
     generation = run.policy.generation
-    generation.vllm_cfg.http_server_serving_chat_kwargs = ServingChatConfig(tool_parser="hermes", reasoning_parser="deepseek_r1")
+    generation.vllm_cfg.http_server_serving_chat_kwargs = ServingChatConfig(
+        tool_parser="hermes", reasoning_parser="deepseek_r1"
+    )
     assert parsers_of(run, "math", "{}") == (True, "hermes")
     assert parsers_of(run, "my_own", "{}") == (False, "hermes")
     assert parsers_of(run, "math", "{}", '{"enable_thinking": false}') == (False, "hermes")
     run.env.should_use_nemo_gym = False
     assert parsers_of(run, "math", "{}") == (False, "hermes")
-    assert parsers_of(run, "math", json.dumps({"agent_ref": {"name": "math_with_judge_simple_agent"}})) == (True, "hermes")
+    assert parsers_of(run, "math", json.dumps({"agent_ref": {"name": "math_with_judge_simple_agent"}})) == (
+        True,
+        "hermes",
+    )
     run.env.should_use_nemo_gym = True
     run.policy.tokenizer.chat_template_kwargs = {"enable_thinking": False}
     assert parsers_of(run, "math", "{}") == (False, "hermes")

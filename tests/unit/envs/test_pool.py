@@ -40,13 +40,28 @@ FAULTS = {
     "timeout": ["hang", "spin", "fork"],
     "crash": ["exit", "segv", "null pointer", "garbage", "huge", "no JSON", "no object", "no text"],
     "error": [
-        *("bomb", "raise", "sys.exit", "recursion", "nan", "inf", "no float32", "none", "str", "tuple", "object", "no reward"),
+        *(
+            "bomb",
+            "raise",
+            "sys.exit",
+            "recursion",
+            "nan",
+            "inf",
+            "no float32",
+            "none",
+            "str",
+            "tuple",
+            "object",
+            "no reward",
+        ),
         *("bad component", "nan component", "bad observation"),
     ],
 }
 
 
-@pytest.mark.parametrize(("fault", "status"), [(fault, status) for status, faults in FAULTS.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("fault", "status"), [(fault, status) for status, faults in FAULTS.items() for fault in faults]
+)
 def test_a_fault_costs_one_verdict(pool: Pool, fault: str, status: str):
     before = pool.counts[status]
     good = [(f"beside {fault} {i}", f"beside {fault} {i % 2}") for i in range(4)]
@@ -129,7 +144,10 @@ def test_a_deadline_starts_when_a_child_begins_and_not_when_the_text_comes():
         verdicts = pool.score(tasks(items))
     assert [verdict.status for verdict in verdicts] == ["ok"] * 5
     # The last one has waited for all others, and has the whole time.
-    assert pool.told == [(name, is_judged) for _, name in items for is_judged in (False, True)] and deadlines_s == [HANG_S] * 5
+    assert (
+        pool.told == [(name, is_judged) for _, name in items for is_judged in (False, True)]
+        and deadlines_s == [HANG_S] * 5
+    )
 
 
 def test_an_idle_child_begins_what_comes_while_another_is_slow():
@@ -229,15 +247,21 @@ def test_children_die_with_their_parent():
 
 def test_a_child_is_small():
     heavy = {"torch", "ray", "vllm", "transformers", "pydantic", "mrl.config.schema"}
-    code = f"import sys, mrl.envs.child, mrl.envs.math_value, mrl.envs.own; print(*sorted({heavy} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    code = (
+        f"import sys, mrl.envs.child, mrl.envs.math_value, mrl.envs.own; print(*sorted({heavy} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert done.stdout.strip() == ""
 
 
 def test_mathematics_end_to_end():
     mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=HANG_S)
     with Pool(mathematics) as pool:
-        verdicts = pool.score(tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")]))
+        verdicts = pool.score(
+            tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")])
+        )
     assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
         ("ok", 1.0),
         ("ok", 0.0),

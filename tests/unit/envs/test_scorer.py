@@ -86,7 +86,8 @@ async def test_more_slow_rollouts_than_workers_are_all_judged():
     assert [verdict.status for verdict in await asyncio.gather(*judging)] == ["ok"] * 20
     load = scorer.take_load()
     assert load.num_judged == load.num_begun == 20 == load.longest_queue
-    # A nap takes at least 0.05 s: nine pairs of them before the last, and on average as many before a rollout as the half of that.
+    # A nap takes at least 0.05 s: nine pairs of them before the last, and on average as many before a rollout as the
+    # half of that.
     assert load.longest_wait_s > 9 * 0.05 and load.wait_s > 20 * 4.5 * 0.05
     # Those that are remembered have waited for nobody.
     await scorer.judge("again", "slow", Task(("nap",), "7"))

@@ -68,7 +68,10 @@ def test_a_folder_is_removed_whatever_is_in_it(spoil: Callable[[Path], None], tm
 
 def test_what_a_killed_owner_leaves_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import time; from mrl.envs.scratch import Scratch; mine = Scratch(); print(mine.path, flush=True); time.sleep(99)"
+    code = (
+        "import time; from mrl.envs.scratch import Scratch; mine = Scratch(); print(mine.path, flush=True); "
+        "time.sleep(99)"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None

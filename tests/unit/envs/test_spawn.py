@@ -72,7 +72,10 @@ done.set()
 
 def test_threads_are_counted_where_a_limit_counts_them():
     done = subprocess.run(
-        [sys.executable, "-c", COUNT], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True
+        [sys.executable, "-c", COUNT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
     )
     used, limit, more = map(int, done.stdout.split())
     assert used >= 1 and limit == 100 and more == 10, done.stderr

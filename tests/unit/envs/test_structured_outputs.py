@@ -49,7 +49,8 @@ def test_what_is_wrong_is_told(text: str, reason: str):
 
 
 @pytest.mark.parametrize(
-    ("form", "text"), [("xml", "<a>" * 3000 + "</a>" * 3000), ("yaml", "x: 2024-99-99"), ("csv", "a\nx,y"), ("toml", "a")]
+    ("form", "text"),
+    [("xml", "<a>" * 3000 + "</a>" * 3000), ("yaml", "x: 2024-99-99"), ("csv", "a\nx,y"), ("toml", "a")],
 )
 def test_what_cannot_be_read_is_wrong(form: str, text: str):
     schema = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -62,7 +63,9 @@ def test_a_property_may_be_called_like_a_keyword():
     assert judge('{"properties": "a", "required": 2}', schema) == (1.0, "valid")
 
 
-@pytest.mark.parametrize("fields", [{"schema_str": "{"}, {"schema_str": '{"type": 7}'}, {}, {"schema_str": "{}", "schema_type": "ini"}])
+@pytest.mark.parametrize(
+    "fields", [{"schema_str": "{"}, {"schema_str": '{"type": 7}'}, {}, {"schema_str": "{}", "schema_type": "ini"}]
+)
 def test_a_row_without_a_schema_is_an_error(fields: dict[str, object]):
     with pytest.raises(ValueError):
         score(Task(("{}",), row=json.dumps(fields)))

@@ -10,7 +10,13 @@ from mrl.envs import instruction_following, mcqa, structured_outputs, workplace_
 from mrl.envs.own import make
 from mrl.envs.task import Task
 
-TEXTS = ("Line one.\r\nLine two.", "Page one\x0cPage two", "\u2066abc\u2069 is a name.", "an escape \x1b[0m", "old Mac\rlines")
+TEXTS = (
+    "Line one.\r\nLine two.",
+    "Page one\x0cPage two",
+    "\u2066abc\u2069 is a name.",
+    "an escape \x1b[0m",
+    "old Mac\rlines",
+)
 
 
 def task(reply: str, **fields: object) -> Task:
@@ -26,7 +32,12 @@ def test_a_copy_of_a_row_s_text_is_a_copy(text: str):
     repeated = {"instruction_id_list": ["combination:repeat_prompt"], "kwargs": [{"prompt_to_repeat": text}]}
     assert instruction_following.score(task(f"{text}\n\nHere is my answer.", **repeated)).reward == 1.0
     options = [{"A": text}, {"B": "another"}]
-    assert mcqa.score(task(f"\\boxed{{{text}}}", options=options, expected_answer="A", grading_mode="lenient_boxed")).reward == 1.0
+    assert (
+        mcqa.score(
+            task(f"\\boxed{{{text}}}", options=options, expected_answer="A", grading_mode="lenient_boxed")
+        ).reward
+        == 1.0
+    )
     schema = json.dumps({"type": "object", "properties": {"said": {"const": text}}})
     for ascii_only in (True, False):
         reply = json.dumps({"said": text}, ensure_ascii=ascii_only)

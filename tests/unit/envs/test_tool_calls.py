@@ -13,7 +13,10 @@ from mrl.envs.workplace_assistant import make
 
 SEND = {"recipient": "ann@x.com", "subject": "Plan", "body": "Yes {really}"}
 FIND = {"name": "ann"}
-CALL, OTHER = {"name": "email_send_email", "arguments": SEND}, {"name": "company_directory_find_email_address", "arguments": FIND}
+CALL, OTHER = (
+    {"name": "email_send_email", "arguments": SEND},
+    {"name": "company_directory_find_email_address", "arguments": FIND},
+)
 ONE, TWO = json.dumps(CALL), json.dumps(OTHER)
 XML = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in SEND.items())
 TEXTS = {
@@ -24,7 +27,11 @@ TEXTS = {
     "mistral": f"[TOOL_CALLS]{OTHER['name']}[ARGS]{json.dumps(FIND)}[TOOL_CALLS]{CALL['name']}{json.dumps(SEND)}",
 }
 BROKEN = {
-    "hermes": [f"<tool_call>{ONE}</tool_call><tool_call>{{]</tool_call>", f"<tool_call>[{ONE}]</tool_call>", "<tool_call>"],
+    "hermes": [
+        f"<tool_call>{ONE}</tool_call><tool_call>{{]</tool_call>",
+        f"<tool_call>[{ONE}]</tool_call>",
+        "<tool_call>",
+    ],
     "nemotron_json": [f"<TOOLCALL>[{ONE}", "<TOOLCALL>[{]</TOOLCALL>", ONE],
     "llama3_json": [f"{{so}} {ONE}", '{"name": "email_send_email"}', "no brace"],
     "mistral": [f"{CALL['name']}{json.dumps(SEND)}", f"[TOOL_CALLS]{CALL['name']}[ARGS]{{", "[TOOL_CALLS][{]"],

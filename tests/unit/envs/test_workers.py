@@ -41,7 +41,9 @@ def test_nemo_gyms_environments_are_those_of_its_servers():
     assert "math" not in environments_of(config) and "code" in environments_of(config)
     # NeMo Gym's servers grade all.
     config.env.nemo_gym.embedded = False
-    assert environments_of(config) == () and describe_workers(config, num_cores=8).endswith("on 8 cores: none, agents give all rewards")
+    assert environments_of(config) == () and describe_workers(config, num_cores=8).endswith(
+        "on 8 cores: none, agents give all rewards"
+    )
     config.env.own.functions = {"mine": "a:b"}
     assert environments_of(config) == ("mine",) and num_workers("math", config, num_cores=64) == 64
 

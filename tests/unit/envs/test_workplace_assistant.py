@@ -11,7 +11,13 @@ from mrl.envs.workplace_assistant import TOOLS, Office, Record, Tables, ToolErro
 
 def email(number: int, sender: str, subject: str, day: int) -> Record:
     sent = f"2023-11-{day:02d} 10:00:00"
-    return {"email_id": f"{number:08d}", "inbox/outbox": "inbox", "sender/recipient": sender, "subject": subject, "sent_datetime": sent}
+    return {
+        "email_id": f"{number:08d}",
+        "inbox/outbox": "inbox",
+        "sender/recipient": sender,
+        "subject": subject,
+        "sent_datetime": sent,
+    }
 
 
 def visit(number: int, seconds: int, is_engaged: bool, source: str) -> Record:
@@ -53,13 +59,20 @@ def judge(*turns: str, truth: object = TRUTH, tables: object = TABLES) -> Outcom
 def test_the_right_state_is_what_counts():
     assert judge(REPLY + UPDATE).reward == judge(UPDATE, REPLY, "Done.").reward == 1.0
     assert judge("<think>...</think>" + UPDATE, call("email_search_emails", query="plan b"), REPLY).reward == 1.0
-    for turns in ([REPLY], [UPDATE], [REPLY, UPDATE, REPLY], ["Done."], [REPLY, UPDATE, call("email_delete_email", email_id="00000007")]):
+    for turns in (
+        [REPLY],
+        [UPDATE],
+        [REPLY, UPDATE, REPLY],
+        ["Done."],
+        [REPLY, UPDATE, call("email_delete_email", email_id="00000007")],
+    ):
         assert judge(*turns).reward == 0.0
 
 
 def test_results_are_observed_until_a_turn_calls_nothing():
     outcome = judge(
-        call("email_search_emails", query="PLAN", date_min="2023-11-02") + call("company_directory_find_email_address", name="ann")
+        call("email_search_emails", query="PLAN", date_min="2023-11-02")
+        + call("company_directory_find_email_address", name="ann")
     )
     assert [message["role"] for message in outcome.observation] == ["tool", "tool"]
     emails, addresses = (json.loads(message["content"]) for message in outcome.observation)
@@ -85,7 +98,10 @@ def test_new_records_are_found_and_their_order_counts():
         (call("email_send_email", recipient="a"), "missing"),
         (call("email_send_email", recipient="a", subject="b", body="c", colour="d"), "colour"),
         (call("calendar_create_event", event_name="a"), "missing"),
-        (call("customer_relationship_manager_update_customer", customer_id="00000001", field="mood", new_value="a"), "no field 'mood'"),
+        (
+            call("customer_relationship_manager_update_customer", customer_id="00000001", field="mood", new_value="a"),
+            "no field 'mood'",
+        ),
         (call("customer_relationship_manager_search_customers", mood="a"), "mood"),
         (call("email_search_emails", page="x"), "page"),
         ("<tool_call>{}</tool_call>", "not a call"),
@@ -111,7 +127,9 @@ def test_numbers_of_a_web_site():
     assert office.call("analytics_engaged_users_count", {}) == {"2023-10-01": 1.0}
     assert office.call("analytics_traffic_source_count", {"traffic_source": "referral"}) == {"2023-10-01": 1.0}
     assert office.call("analytics_get_average_session_duration", {"time_max": "2023-10-01"}) == {"2023-10-01": 20.0}
-    assert office.call("customer_relationship_manager_search_customers", {"follow_up_by_min": "2023-12-02"}) == [TABLES["customers"][1]]
+    assert office.call("customer_relationship_manager_search_customers", {"follow_up_by_min": "2023-12-02"}) == [
+        TABLES["customers"][1]
+    ]
     with pytest.raises(ToolError):
         office.call("analytics_get_visitor_information_by_id", {"visitor_id": "9"})
 
@@ -122,9 +140,8 @@ def test_every_tool_of_the_blend_is_there():
 
 def test_calls_get_the_types_that_tools_declare():
     tools = [{"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}]
-    text = (
-        "I call <tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n3\nlines\n</parameter>\n</function>\n</tool_call>"
-    )
+    parameters = "<parameter=n>\n3\n</parameter>\n<parameter=s>\n3\nlines\n</parameter>"
+    text = f"I call <tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
     assert tool_calls(text, tools) == [ToolCall("f", {"n": 3, "s": "3\nlines"})]
     assert tool_calls(text, [{"type": "function", "function": tools[0]}]) == tool_calls(text, tools)
     assert tool_calls(text.replace("3", "x", 1), tools)[0].error == "argument n: 'x' is no integer"
@@ -138,7 +155,8 @@ def test_several_calls_of_a_turn():
 
 def test_tables_of_a_folder_and_of_a_file(tmp_path: Path):
     (tmp_path / "emails.csv").write_text(
-        'email_id,inbox/outbox,sender/recipient,subject,sent_datetime,body\n00000009,inbox,bob@x.com,"Plan, B",2023-11-03 10:00:00,"a\nb"\n'
+        'email_id,inbox/outbox,sender/recipient,subject,sent_datetime,body\n00000009,inbox,bob@x.com,"Plan, '
+        'B",2023-11-03 10:00:00,"a\nb"\n'
     )
     (tmp_path / "email_addresses.csv").write_text("ann@x.com\nbob@x.com\n")
     tables = load_tables(tmp_path)

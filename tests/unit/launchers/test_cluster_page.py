@@ -26,7 +26,9 @@ def documented() -> dict[str, str | None]:
     for row in rows:
         names, default = (cell.strip() for cell in row.split("|")[1:3])
         variables, defaults = re.findall(r"`(\w+)`", names), default.split(", ")
-        found |= dict(zip(variables, defaults if len(defaults) == len(variables) else [None] * len(variables), strict=True))
+        found |= dict(
+            zip(variables, defaults if len(defaults) == len(variables) else [None] * len(variables), strict=True)
+        )
     return found
 
 
@@ -60,7 +62,9 @@ def test_the_page_has_an_example_for_each_launcher():
 
 
 @pytest.mark.parametrize("words", examples(), ids=lambda words: " ".join(words)[:60])
-def test_an_example_is_launched_and_fits(tmp_path: Path, llama_8b: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+def test_an_example_is_launched_and_fits(
+    tmp_path: Path, llama_8b: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+):
     (tmp_path / "nano").mkdir()
     shutil.copy(ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json", tmp_path / "nano/config.json")
     models = {"grpo_math_8B.yaml": llama_8b, "grpo_nanov3.yaml": tmp_path / "nano"}
@@ -69,12 +73,17 @@ def test_an_example_is_launched_and_fits(tmp_path: Path, llama_8b: Path, capsys:
         (command,) = (word.partition("=")[2] for word in words if word.startswith("COMMAND="))
         asked = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
         _, _, _, config, *overrides = shlex.split(command)
-        assert {f"cluster.num_nodes={asked['nodes']}", f"cluster.gpus_per_node={asked['gres'].removeprefix('gpu:')}"} <= {*overrides}
+        assert {
+            f"cluster.num_nodes={asked['nodes']}",
+            f"cluster.gpus_per_node={asked['gres'].removeprefix('gpu:')}",
+        } <= {*overrides}
         words = ["python", "-m", "mrl.launch", "slurm", config, *overrides, "--log-dir", str(tmp_path)]
     _, _, _, launcher, config, *rest = words
     overrides = [*(word for word in rest if re.match(r"[\w.]+=", word)), f"policy.model_name={models[config]}"]
     options = [word for word in rest if not re.match(r"[\w.]+=", word)]
     assert launch.main([launcher, config, *overrides, *options]) == 0, capsys.readouterr().out
-    node = NODES[options[options.index("--instance-type") + 1]] if "--instance-type" in options else NODES["p5.48xlarge"]
+    node = (
+        NODES[options[options.index("--instance-type") + 1]] if "--instance-type" in options else NODES["p5.48xlarge"]
+    )
     code = plan.main([config, *overrides, "--gpu", node.gpu, "--node-memory", str(node.memory_gib)])
     assert code == 0, capsys.readouterr().out

@@ -38,7 +38,10 @@ def test_every_step_is_one_to_docker_and_to_bash(path: Path):
     for name, words in steps:
         if name == "RUN":
             script = re.sub(r"--mount=\S+ ", "", words)
-            assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=HANG_S).stderr == ""
+            assert (
+                subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=HANG_S).stderr
+                == ""
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -103,7 +106,9 @@ def test_the_gpu_image_is_of_the_cuda_that_torch_is_built_for():
 
 def test_nccl_finds_the_network_cards_of_the_gpu_image():
     # The library without the drivers of the cards finds none, and NCCL takes TCP without a word.
-    installed = " ".join(words for name, words in instructions(FILES[0]) if name == "RUN" and "apt-get install" in words).split()
+    installed = " ".join(
+        words for name, words in instructions(FILES[0]) if name == "RUN" and "apt-get install" in words
+    ).split()
     assert {"libibverbs1", "ibverbs-providers"} <= set(installed)
 
 

@@ -25,7 +25,9 @@ case "$*" in
         forced="${{MAMBA_FORCE_BUILD:-}},${{CAUSAL_CONV1D_FORCE_BUILD:-}},${{NVTE_PYTORCH_FORCE_BUILD:-}}"
         words="${{*:3}}"
         for word in "$@"; do
-            if [[ $word == /dev/fd/* ]]; then words="${{words/"$word"/"$(sed '/^#/d; s/ --hash=.*//' "$word" | tr '\\n' ' ')"}}"; fi
+            if [[ $word == /dev/fd/* ]]; then
+                words="${{words/"$word"/"$(sed '/^#/d; s/ --hash=.*//' "$word" | tr '\\n' ' ')"}}"
+            fi
         done
         echo "$words forced=$forced $MAX_JOBS" >>"$LOG"
         ;;
@@ -46,13 +48,29 @@ def host(tmp_path: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    for tool in ("bash", "cat", "dirname", "sed", "sleep", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm", "tr"):
+    for tool in (
+        "bash",
+        "cat",
+        "dirname",
+        "sed",
+        "sleep",
+        "awk",
+        "nproc",
+        "sort",
+        "head",
+        "mktemp",
+        "readlink",
+        "rm",
+        "tr",
+    ):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or tool)
     headers = tmp_path / "python3.11"
     for header in (headers / "Python.h", tmp_path / "cuda/include/cuda_runtime.h"):
         header.parent.mkdir()
         header.touch()
-    named = dict(PATH=tmp_path / "bin", CUDA_HOME=tmp_path / "cuda", HEADERS=headers, LOG=tmp_path / "log", MAX_JOBS=3, GITHUB=0)
+    named = dict(
+        PATH=tmp_path / "bin", CUDA_HOME=tmp_path / "cuda", HEADERS=headers, LOG=tmp_path / "log", MAX_JOBS=3, GITHUB=0
+    )
     return {name: str(value) for name, value in named.items()}
 
 
@@ -74,11 +92,17 @@ def test_the_image_takes_the_steps_of_a_bare_host(host: dict[str, str]):
     steps = re.findall(r"bash scripts/install_gpu\.sh ([^&\n]+)", FILES[0].read_text())
     assert all(install(host, *step.split()).returncode == 0 for step in steps)
     assert pip_calls(host) == bare
-    quiet, rest, kernels = "--disable-pip-version-check", " forced=,, 3", ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
+    quiet, rest, kernels = (
+        "--disable-pip-version-check",
+        " forced=,, 3",
+        ("transformer-engine-torch", "causal-conv1d", "mamba-ssm"),
+    )
     listed = re.findall(r"^(([\w.-]+)==.+)$", PINS.read_text(), re.MULTILINE)
     pins = {name: line for line, name in listed}
     checked, built = f"{quiet} --no-deps --require-hashes", "torch setuptools wheel ninja packaging hatchling editables"
-    build = f"wheel {quiet} --no-cache-dir --require-hashes --no-build-isolation --no-deps --wheel-dir FOLDER --requirement"
+    build = (
+        f"wheel {quiet} --no-cache-dir --require-hashes --no-build-isolation --no-deps --wheel-dir FOLDER --requirement"
+    )
     unbuilt = " ".join(line for line, name in listed if name not in kernels)
     assert [" ".join(call.split()) for call in bare] == [
         f"install {checked} --requirement {' '.join(pins[name] for name in built.split())}{rest}",
@@ -116,14 +140,25 @@ def test_kernels_are_compiled_for_the_listed_gpus_alone(host: dict[str, str], tm
 @pytest.mark.parametrize(
     ("fault", "said"),
     {
-        "no toolkit": ("CUDA_HOME", "no nvcc, or no headers.* CUDA_HOME=/nowhere; .* CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image"),
-        "another CUDA": ("nvcc", "nvcc in CUDA_HOME=.* is of CUDA 12.8, but torch is built for 13.0.*cuda-toolkit-13-0.*image"),
-        "no compiler": ("g++", "no g.., which compiles Triton's kernels and Transformer Engine; apt install g..,.*image"),
+        "no toolkit": (
+            "CUDA_HOME",
+            "no nvcc, or no headers.* CUDA_HOME=/nowhere; .* CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image",
+        ),
+        "another CUDA": (
+            "nvcc",
+            "nvcc in CUDA_HOME=.* is of CUDA 12.8, but torch is built for 13.0.*cuda-toolkit-13-0.*image",
+        ),
+        "no compiler": (
+            "g++",
+            "no g.., which compiles Triton's kernels and Transformer Engine; apt install g..,.*image",
+        ),
         "no headers": ("HEADERS", "no /nowhere/Python.h.*apt install nowhere-dev.*image"),
     }.values(),
     ids=lambda value: value.split(";")[0][:12],
 )
-def test_what_an_image_lacks_is_said_before_anything_is_downloaded(host: dict[str, str], tmp_path: Path, fault: str, said: str):
+def test_what_an_image_lacks_is_said_before_anything_is_downloaded(
+    host: dict[str, str], tmp_path: Path, fault: str, said: str
+):
     if fault in host:
         host[fault] = "/nowhere"
     elif fault == "nvcc":

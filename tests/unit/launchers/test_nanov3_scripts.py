@@ -45,7 +45,11 @@ def write_hollow_model(folder: Path) -> None:
         name = f"model-{index:05d}-of-{NUM_FILES:05d}.safetensors"
         entries, num_bytes = {}, 0
         for tensor, shape in shapes[index - 1 :: NUM_FILES]:
-            entries[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [num_bytes, num_bytes := num_bytes + 2 * math.prod(shape)]}
+            entries[tensor] = {
+                "dtype": "BF16",
+                "shape": shape,
+                "data_offsets": [num_bytes, num_bytes := num_bytes + 2 * math.prod(shape)],
+            }
             weight_map[tensor] = name
         header = json.dumps(entries).encode()
         with (folder / name).open("wb") as file:
@@ -70,7 +74,10 @@ def site(model: Path, tmp_path: Path) -> dict[str, str]:
     data.with_name("model").symlink_to(model)
     for name in ("train-split.jsonl", "val-split.jsonl"):
         (data / name).write_text(
-            '{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math_with_judge_simple_agent"}, "expected_answer": "2"}\n'
+            (
+                '{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math_with_judge_simple_agent"}, '
+                '"expected_answer": "2"}\n'
+            )
             * 128
         )
     add_program(programs, "sbatch", 'echo "Submitted batch job 9453356"\n')
@@ -93,7 +100,9 @@ def add_program(folder: Path, name: str, more: str = "") -> None:
     (folder / name).chmod(0o755)
 
 
-def call(script: str, variables: dict[str, str], *words: str, folder: Path = Path("/tmp")) -> subprocess.CompletedProcess[str]:
+def call(
+    script: str, variables: dict[str, str], *words: str, folder: Path = Path("/tmp")
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / script), *words]
     return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
 
@@ -102,7 +111,9 @@ def record(site: dict[str, str], program: str) -> tuple[list[str], dict[str, str
     """The words and the variables with which a program was called."""
     lines = (Path(site["RECORDS"]) / program).read_text().splitlines()
     words = [line.removeprefix("word ") for line in lines if line.startswith("word ")]
-    return words, dict(line.removeprefix("set ").split("=", 1) for line in lines if line.startswith("set ") and "=" in line)
+    return words, dict(
+        line.removeprefix("set ").split("=", 1) for line in lines if line.startswith("set ") and "=" in line
+    )
 
 
 def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
@@ -110,14 +121,19 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
     assert done.returncode == 0, done.stdout + done.stderr
     base = site["WORKSPACE"]
     lines = done.stdout.splitlines()
-    assert lines[-3:] == ["Submitting 32-node training job...", f"Using BASE_LOG_DIR: {base}/nemoRL/nemo-rl", "Submitted batch job 9453356"]
+    assert lines[-3:] == [
+        "Submitting 32-node training job...",
+        f"Using BASE_LOG_DIR: {base}/nemoRL/nemo-rl",
+        "Submitted batch job 9453356",
+    ]
     assert "13 of 13 safetensors files, 63.2 GB" in done.stdout
     assert "32 nodes x 8 = 256 GPUs" in done.stdout
     words, variables = record(site, "sbatch")
     assert words[-1] == str(SCRIPTS / "ray.sub")
     run = f"{base}/RL-nano-v3"
     assert set(words[:-1]) == {
-        "--nodes=32", "--job-name=nemotron-nano-30b", "--time=8:00:00", "--chdir=/tmp", "--account=research", "--gres=gpu:8",
+        "--nodes=32", "--job-name=nemotron-nano-30b", "--time=8:00:00", "--chdir=/tmp", "--account=research",
+        "--gres=gpu:8",
         f"--output={run}/logs/slurm-%j.out", f"--error={run}/logs/slurm-%j.err",
     }  # fmt: skip
     assert variables["PWD"] == "/tmp"
@@ -135,20 +151,27 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
 
 def test_an_image_in_a_registry_is_named_as_enroot_wants_it(site: dict[str, str]):
     done = call(
-        "launch_nanov3.sh", site | {"CONTAINER": "docker://nvcr.io/my-org/mrl:1.2", "TRAINING_CMD": "true", "PYTHON": sys.executable}
+        "launch_nanov3.sh",
+        site | {"CONTAINER": "docker://nvcr.io/my-org/mrl:1.2", "TRAINING_CMD": "true", "PYTHON": sys.executable},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     _, variables = record(site, "sbatch")
-    assert (variables["CONTAINER"], variables["MOUNTS"]) == ("docker://nvcr.io#my-org/mrl:1.2", f"{site['WORKSPACE']}:{site['WORKSPACE']}")
+    assert (variables["CONTAINER"], variables["MOUNTS"]) == (
+        "docker://nvcr.io#my-org/mrl:1.2",
+        f"{site['WORKSPACE']}:{site['WORKSPACE']}",
+    )
 
 
 def test_every_setting_of_the_launcher_is_honoured(site: dict[str, str], tmp_path: Path):
     image = tmp_path / "mrl.sqsh"
     image.touch()
     chosen = {
-        "CONTAINER": str(image), "MOUNTS": "/a:/a", "NUM_NODES": "16", "GPUS_PER_NODE": "4", "TIME": "1:00:00", "JOB_NAME": "mine",
-        "PARTITION": "interactive", "GPU_REQUEST": "--gpus-per-node=4", "BASE_LOG_DIR": f"{tmp_path}/ray", "LOG_DIR": f"{tmp_path}/logs",
-        "TRAINING_CMD": "python my_own.py", "HF_HOME": f"{tmp_path}/hub", "PYTHON": sys.executable, "CKPT_DIR": f"{tmp_path}/checkpoints",
+        "CONTAINER": str(image), "MOUNTS": "/a:/a", "NUM_NODES": "16", "GPUS_PER_NODE": "4", "TIME": "1:00:00",
+        "JOB_NAME": "mine",
+        "PARTITION": "interactive", "GPU_REQUEST": "--gpus-per-node=4", "BASE_LOG_DIR": f"{tmp_path}/ray",
+        "LOG_DIR": f"{tmp_path}/logs",
+        "TRAINING_CMD": "python my_own.py", "HF_HOME": f"{tmp_path}/hub", "PYTHON": sys.executable,
+        "CKPT_DIR": f"{tmp_path}/checkpoints",
     }  # fmt: skip
     done = call("launch_nanov3.sh", site | chosen)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -175,11 +198,17 @@ def test_every_setting_of_the_launcher_is_honoured(site: dict[str, str], tmp_pat
         ({"VENV": "/nowhere"}, [], "neither CONTAINER nor a virtual environment"),
         ({"CONTAINER": "/nowhere/mrl.sqsh"}, [], "CONTAINER=/nowhere/mrl.sqsh is not there"),
         ({"CONTAINER": "docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"}, [], "NeMo RL's own image"),
-        ({"CONTAINER": "docker://nvcr.io/me/mrl:1", "CKPT_DIR": "/elsewhere"}, [], "CKPT_DIR=/elsewhere is not below HOST_BASE"),
+        (
+            {"CONTAINER": "docker://nvcr.io/me/mrl:1", "CKPT_DIR": "/elsewhere"},
+            [],
+            "CKPT_DIR=/elsewhere is not below HOST_BASE",
+        ),
         ({}, ["grpo.num_prompts_per_stepp=3"], "nearest is grpo.num_prompts_per_step"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(site: dict[str, str], changes: dict[str, str], words: list[str], message: str):
+def test_what_is_wrong_is_said_before_anything_is_submitted(
+    site: dict[str, str], changes: dict[str, str], words: list[str], message: str
+):
     done = call("launch_nanov3.sh", site | changes, *words)
     assert done.returncode == 2
     assert message in done.stdout + done.stderr
@@ -215,14 +244,33 @@ def test_downloads_are_tried_again_and_verified(site: dict[str, str], tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     run = f"{site['WORKSPACE']}/RL-nano-v3"
     words, _ = record(site, "hf")
-    model = ["download", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "--repo-type", "model", "--local-dir", f"{run}/model"]
+    model = [
+        "download",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "--repo-type",
+        "model",
+        "--local-dir",
+        f"{run}/model",
+    ]
     assert words[: 2 * len(model)] == model * 2
     assert [word for word in words if word.endswith(("Blend", "17k", "Data")) and word[0] != "/"] == [
         "nvidia/Nemotron-3-Nano-RL-Training-Blend", "BytedTsinghua-SIA/DAPO-Math-17k", "Skywork/Skywork-OR1-RL-Data",
     ]  # fmt: skip
     words, _ = record(site, "python")
     prepare = ["-m", "mrl.prepare", "nano3", "--source", f"{run}/downloads", "--out", f"{run}/data"]
-    verify = ["-m", "mrl.prepare", "verify", "--model", f"{run}/model", "--data", f"{run}/data", "--disk", run, "--min-free-gb", "0.001"]
+    verify = [
+        "-m",
+        "mrl.prepare",
+        "verify",
+        "--model",
+        f"{run}/model",
+        "--data",
+        f"{run}/data",
+        "--disk",
+        run,
+        "--min-free-gb",
+        "0.001",
+    ]
     assert words == prepare + verify
     (venv / "hf").write_text("#!/bin/sh\nexit 1\n")
     done = call("prepare_data.sh", variables | {"PARTS": "model", "ATTEMPTS": "2"})

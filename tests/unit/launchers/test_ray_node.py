@@ -28,16 +28,40 @@ LEPTON = {
         (NODE | {"NODE_RANK": "", "JOB_COMPLETION_INDEX": ""}, "missing environment variables: NODE_RANK;"),
         (NODE | {"NODE_RANK": "2"}, "NODE_RANK=2 is not below NUM_NODES=2"),
         (NODE, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
-        (NODE | {"COMMAND": "train checkpointing.checkpoint_dir=run a=1"}, "COMMAND: checkpointing.checkpoint_dir=run is lost"),
-        (NODE | {"COMMAND": "train 'checkpointing.checkpoint_dir=my run'"}, "COMMAND: checkpointing.checkpoint_dir=my is lost"),
-        (NODE | {"COMMAND": "train checkpointing.checkpoint_dir='my run'"}, "COMMAND: checkpointing.checkpoint_dir=my is lost"),
-        (NODE | {"COMMAND": 'train checkpointing.checkpoint_dir="/mnt/my run"'}, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
-        (NODE | {"COMMAND": "train checkpointing.checkpoint_dir='/mnt/my run'"}, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
-        (NODE | {"COMMAND": 'train checkpointing.checkpoint_dir="$DATA/run"'}, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
-        (NODE | {"COMMAND": "train checkpointing.checkpoint_dir=${DATA}/run"}, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
+        (
+            NODE | {"COMMAND": "train checkpointing.checkpoint_dir=run a=1"},
+            "COMMAND: checkpointing.checkpoint_dir=run is lost",
+        ),
+        (
+            NODE | {"COMMAND": "train 'checkpointing.checkpoint_dir=my run'"},
+            "COMMAND: checkpointing.checkpoint_dir=my is lost",
+        ),
+        (
+            NODE | {"COMMAND": "train checkpointing.checkpoint_dir='my run'"},
+            "COMMAND: checkpointing.checkpoint_dir=my is lost",
+        ),
+        (
+            NODE | {"COMMAND": 'train checkpointing.checkpoint_dir="/mnt/my run"'},
+            "GPUS_PER_NODE=8, but nvidia-smi lists 7",
+        ),
+        (
+            NODE | {"COMMAND": "train checkpointing.checkpoint_dir='/mnt/my run'"},
+            "GPUS_PER_NODE=8, but nvidia-smi lists 7",
+        ),
+        (
+            NODE | {"COMMAND": 'train checkpointing.checkpoint_dir="$DATA/run"'},
+            "GPUS_PER_NODE=8, but nvidia-smi lists 7",
+        ),
+        (
+            NODE | {"COMMAND": "train checkpointing.checkpoint_dir=${DATA}/run"},
+            "GPUS_PER_NODE=8, but nvidia-smi lists 7",
+        ),
         (NODE | {"GPUS_PER_NODE": "7", "FI_PROVIDER": "efa"}, "FI_PROVIDER=efa, but this node has no EFA device"),
         (LEPTON, "missing environment variables: CONFIG_PATH CHECKPOINT_DIR;"),
-        (LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "results"}, "CHECKPOINT_DIR=results is lost with the container"),
+        (
+            LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "results"},
+            "CHECKPOINT_DIR=results is lost with the container",
+        ),
         (
             LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "/mnt/a", "SCRIPT_PATH": "/nowhere.py"},
             "SCRIPT_PATH=/nowhere.py is not there",
@@ -49,6 +73,8 @@ def test_a_node_that_lacks_something_says_what(tmp_path: Path, variables: dict[s
     smi.write_text("#!/bin/sh\nseq -f 'GPU %g: NVIDIA H200' 0 6\n")
     smi.chmod(0o755)
     command = ["bash", str(ROOT / "scripts" / "ray_node.sh")]
-    done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.defpath}"} | variables, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:{os.defpath}"} | variables, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 1
     assert f"ERROR: {message}" in done.stdout + done.stderr

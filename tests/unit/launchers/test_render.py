@@ -18,7 +18,12 @@ import yaml
 from mrl.launch import main
 from tests.sources import ROOT
 
-TINY = ["grpo_tiny.yaml", "cluster.num_nodes=2", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/results"]
+TINY = [
+    "grpo_tiny.yaml",
+    "cluster.num_nodes=2",
+    "cluster.gpus_per_node=8",
+    "checkpointing.checkpoint_dir=/shared/results",
+]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -50,13 +55,19 @@ def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: py
     script = tmp_path / "submit.sh"
     script.write_text(printed(capsys, *words))
     # A sbatch that says what it was given.
-    (tmp_path / "sbatch").write_text('#!/bin/sh\nprintf "%s\\n" "$COMMAND" "$CONTAINER" "$GPUS_PER_NODE" "$BASE_LOG_DIR" "$HF_HOME" "$@"\n')
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$COMMAND" "$CONTAINER" "$GPUS_PER_NODE" "$BASE_LOG_DIR" "$HF_HOME" "$@"\n'
+    )
     (tmp_path / "sbatch").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    said = subprocess.run(["bash", script], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}).stdout.splitlines()
+    said = subprocess.run(
+        ["bash", script], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+    ).stdout.splitlines()
     assert said[0] == "python -m mrl.train " + " ".join([*TINY, "grpo.seed=7"])
     assert said[1:5] == ["it's.sqsh", "8", str(logs), "/shared/huggingface"]
-    assert {"--nodes=2", "--gres=gpu:8", "--account=research", "--time=4:00:00", f"--output={logs}/slurm-%j.out"} < set(said)
+    assert {"--nodes=2", "--gres=gpu:8", "--account=research", "--time=4:00:00", f"--output={logs}/slurm-%j.out"} < set(
+        said
+    )
     assert said[-1] == str(ROOT / "scripts" / "ray.sub")
     assert logs.is_dir()
 
@@ -78,7 +89,9 @@ SLOTS = [*TINY[:2], "cluster.cpu_units_per_node=4", *TINY[3:]]
         (["slurm", *TINY], "export UNITS_PER_NODE=8\n"),
     ],
 )
-def test_nodes_without_gpus_give_as_many_slots_as_the_config_says(capsys: pytest.CaptureFixture[str], words: list[str], written: str):
+def test_nodes_without_gpus_give_as_many_slots_as_the_config_says(
+    capsys: pytest.CaptureFixture[str], words: list[str], written: str
+):
     assert written in printed(capsys, *words)
 
 
@@ -103,7 +116,12 @@ def test_every_node_of_a_kubernetes_job_has_a_pod_and_none_is_privileged(capsys:
     text = printed(capsys, "k8s", *TINY, *EKS)
     service, job = yaml.safe_load_all(text)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (2, 2, "Indexed", 0)
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (
+        2,
+        2,
+        "Indexed",
+        0,
+    )
     assert service["spec"]["clusterIP"] == "None"
     assert service["metadata"]["name"] == pod["subdomain"]
     labels = spec["template"]["metadata"]["labels"]
@@ -113,10 +131,16 @@ def test_every_node_of_a_kubernetes_job_has_a_pod_and_none_is_privileged(capsys:
     assert variables["HEAD_HOST"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert variables["NUM_NODES"] == "2" and variables["GPUS_PER_NODE"] == "8"
     devices = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
-    assert devices.items() <= container["resources"]["limits"].items() and devices.items() <= container["resources"]["requests"].items()
+    assert (
+        devices.items() <= container["resources"]["limits"].items()
+        and devices.items() <= container["resources"]["requests"].items()
+    )
     assert (pod["hostNetwork"], pod["dnsPolicy"], pod["restartPolicy"]) == (True, "ClusterFirstWithHostNet", "Never")
     (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert rule["labelSelector"]["matchLabels"].items() <= labels.items() and rule["topologyKey"] == "kubernetes.io/hostname"
+    assert (
+        rule["labelSelector"]["matchLabels"].items() <= labels.items()
+        and rule["topologyKey"] == "kubernetes.io/hostname"
+    )
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p4d.24xlarge"}
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -133,7 +157,8 @@ def test_the_network_is_the_eks_tutorials(capsys: pytest.CaptureFixture[str]):
     _, job = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *EKS))
     ours = {item["name"]: item.get("value") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert ours.items() >= {
-        "NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "7200", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200", "NCCL_NET_PLUGIN": "ofi",
+        "NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "7200", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
+        "NCCL_NET_PLUGIN": "ofi",
         "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1", "RDMAV_FORK_SAFE": "1",
         "NCCL_SOCKET_IFNAME": "^lo,docker,veth,eni", "RAY_worker_register_timeout_seconds": "1800",
     }.items()  # fmt: skip
@@ -183,13 +208,17 @@ def test_a_config_with_an_unknown_key_is_not_launched(capsys: pytest.CaptureFixt
     assert "cluster.num_nodes" in capsys.readouterr().out
 
 
-def test_without_sbatch_nothing_is_claimed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_sbatch_nothing_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["slurm", *TINY, "--log-dir", str(tmp_path), "--submit"]) == 1
     assert "sbatch is not on this host's PATH" in capsys.readouterr().out
 
 
-def test_what_is_sent_is_what_was_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_what_is_sent_is_what_was_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@"; cat >{tmp_path}/applied; exit ${{CODE:-0}}\n')
     kubectl.chmod(0o755)
@@ -218,10 +247,16 @@ def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("folder", ["results/run", "/results/run", "/shared/../results"])
 @pytest.mark.parametrize(
     "words",
-    [["k8s", *EKS], ["lepton", "--image", "mrl", "--mount", "/shared"], ["slurm", "--container=a", "--mounts=/b:/c,/shared"]],
+    [
+        ["k8s", *EKS],
+        ["lepton", "--image", "mrl", "--mount", "/shared"],
+        ["slurm", "--container=a", "--mounts=/b:/c,/shared"],
+    ],
     ids=lambda words: words[0],
 )
-def test_a_run_folder_that_ends_with_its_container_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], folder: str):
+def test_a_run_folder_that_ends_with_its_container_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], folder: str
+):
     assert main([*words, *TINY, f"checkpointing.checkpoint_dir={folder}"]) == 2
     assert f"checkpointing.checkpoint_dir={folder}: lies in the container" in capsys.readouterr().out
 
@@ -234,7 +269,9 @@ def test_a_config_file_that_no_pod_sees_is_refused(tmp_path: Path, capsys: pytes
     assert main([*words, f"checkpointing.checkpoint_dir={tmp_path}/results", *EKS, f"--mount={tmp_path}"]) == 0
 
 
-def test_a_container_on_slurm_sees_config_run_folder_and_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_a_container_on_slurm_sees_config_run_folder_and_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     monkeypatch.chdir(tmp_path)
     words = ["slurm", "mine.yaml", "--log-dir=logs", "--container=a.sqsh"]
@@ -256,13 +293,24 @@ def test_a_container_on_slurm_sees_config_run_folder_and_hub(tmp_path: Path, cap
         (["--instance-type=p4d.24xlarge"], "phase train needs at least"),
         (["--instance-type=p5.48xlarge", "--memory=100Gi"], "of host memory and has 100.0 GiB: "),
         (["--instance-type=p5.48xlarge", "--memory=3Ti"], "no pod fits on a node of --instance-type p5.48xlarge"),
-        (["cluster.gpus_per_node=16", "--instance-type=p5.48xlarge"], "no pod fits on a node of --instance-type p5.48xlarge"),
+        (
+            ["cluster.gpus_per_node=16", "--instance-type=p5.48xlarge"],
+            "no pod fits on a node of --instance-type p5.48xlarge",
+        ),
         (["--memory=384G"], ""),
         (["--instance-type=p5.48xlarge"], ""),
     ],
 )
-def test_the_plan_is_compared_with_what_a_pod_gets(llama_8b: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str):
-    words = ["k8s", "grpo_math_8B.yaml", f"policy.model_name={llama_8b}", "cluster.num_nodes=2", "checkpointing.checkpoint_dir=/shared/run"]
+def test_the_plan_is_compared_with_what_a_pod_gets(
+    llama_8b: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+):
+    words = [
+        "k8s",
+        "grpo_math_8B.yaml",
+        f"policy.model_name={llama_8b}",
+        "cluster.num_nodes=2",
+        "checkpointing.checkpoint_dir=/shared/run",
+    ]
     assert main([*words, *options, "--image=mrl", "--claim=fsx"]) == (2 if message else 0)
     said = capsys.readouterr().out
     assert message in said and ("not compared" in said) == (options == ["--memory=384G"])
@@ -272,7 +320,9 @@ def test_a_config_that_a_start_refuses_is_not_launched(capsys: pytest.CaptureFix
     """The check of `--check`, with what the machine that launches may lack left out."""
     assert main(["slurm", "grpo_nanov3.yaml", "policy.megatron_cfg.tensor_model_parallel_size=64"]) == 2
     said = capsys.readouterr().out
-    assert "tensor_model_parallel_size=64: the 256 slots" in said and "--check says more" in said and "sbatch" not in said
+    assert (
+        "tensor_model_parallel_size=64: the 256 slots" in said and "--check says more" in said and "sbatch" not in said
+    )
 
 
 def test_overrides_may_follow_options_and_nodes_get_the_python_that_launches(capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/setup.sh and install_gpu.sh on all hosts: Python, packages and kernels each gets, and what it refuses first.
 
-The host is a stub: nvidia-smi, nvcc and the compiler say what a host of its kind does, and Python writes down what is installed and run.
+The host is a stub: nvidia-smi, nvcc and the compiler say what a host of its kind does, and Python writes down what is
+installed and run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mrl.kernels import KERNELS
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
-TOOLS = "awk bash cat cp dirname env flock grep head mkdir mktemp mv nproc readlink rm sed sha256sum sleep sort tr uname"
+TOOLS = (
+    "awk bash cat cp dirname env flock grep head mkdir mktemp mv nproc readlink rm sed sha256sum sleep sort tr uname"
+)
 # An interpreter, and the one of an environment that it makes. Both know their version by the name of the first.
 PYTHON = """#!/bin/bash
 self=$(readlink -f "$0") version=$(cat "${0%/*}/version" 2>/dev/null || echo "${0##*/python}")
@@ -94,7 +97,10 @@ HOSTS = {
     "nvcc 13.1": (Host(nvcc=NVCC.format("13.1")), Outcome("gpu")),
     "nvcc 13, Python 3.13 and 3.11": (Host(pythons=("3.11", "3.13")), Outcome("gpu", python="3.13")),
     "nvcc 13, Python 3.11": (Host(pythons=("3.11",)), Outcome("gpu", python="3.11")),
-    "no nvcc": (Host(nvcc=None), Outcome("plain", NO_KERNELS + r"no nvcc.*cuda-toolkit-13-0.*\n.*install_gpu.sh kernels")),
+    "no nvcc": (
+        Host(nvcc=None),
+        Outcome("plain", NO_KERNELS + r"no nvcc.*cuda-toolkit-13-0.*\n.*install_gpu.sh kernels"),
+    ),
     "nvcc 12": (Host(nvcc=NVCC.format("12.8")), Outcome("plain", NO_KERNELS + "nvcc .*is of CUDA 12.8")),
     "nvcc hangs": (Host(nvcc=HANGS), Outcome("plain", NO_KERNELS + "nvcc .*is of CUDA unknown")),
     "no compiler": (Host(gxx=False), Outcome("refused", r"no g\+\+.*apt install g\+\+")),
@@ -107,8 +113,14 @@ HOSTS = {
         Host(smi=SMI.format(**GPU | dict(driver="535.1", cuda=""))),
         Outcome("refused", r"\(535\).*580"),
     ),
-    "driver in other words": (Host(smi=SMI.format(**GPU | dict(driver="610.1", cuda="CUDA UMD Version: 13.3"))), Outcome("gpu")),
-    "old GPU": (Host(smi=SMI.format(**GPU | dict(capability="7.0"))), Outcome("refused", "capability 7.0 is too old.*7.5")),
+    "driver in other words": (
+        Host(smi=SMI.format(**GPU | dict(driver="610.1", cuda="CUDA UMD Version: 13.3"))),
+        Outcome("gpu"),
+    ),
+    "old GPU": (
+        Host(smi=SMI.format(**GPU | dict(capability="7.0"))),
+        Outcome("refused", "capability 7.0 is too old.*7.5"),
+    ),
     "MRL_CPU=1": (Host(variables={"MRL_CPU": "1"}), Outcome("cpu")),
     "MRL_CPU=1, nvidia-smi hangs": (Host(smi=HANGS, variables={"MRL_CPU": "1"}), Outcome("cpu")),
     "MRL_CPU=0": (Host(variables={"MRL_CPU": "0"}), Outcome("gpu")),
@@ -172,7 +184,11 @@ class Stub:
     @property
     def installed(self) -> set[str]:
         """Packages that pip or uv was asked to install, and wheels that were asked for."""
-        lines = [line for line in self.log if re.match(r"-m (pip (install|wheel)|uv pip install)", line) and "--editable" not in line]
+        lines = [
+            line
+            for line in self.log
+            if re.match(r"-m (pip (install|wheel)|uv pip install)", line) and "--editable" not in line
+        ]
         return {word for line in lines for word in line.partition(" MRL_CPU=")[0].split() if word in ALL}
 
     @property
@@ -208,14 +224,19 @@ def test_the_quickstart_installs_what_the_host_can_use_and_trains(name: str, tmp
     assert stub.environments == [f"venv .venv {python}"]
     assert stub.installed - {"uv"} == WANTED[wanted.kind] - {"uv"}
     chosen = host.variables.get("MRL_CPU", "") if host.variables else ""
-    assert stub.programs == [f"-m mrl.prepare tiny MRL_CPU={chosen}", f"-m mrl.train grpo_tiny.yaml grpo.seed=1 MRL_CPU={chosen}"]
+    assert stub.programs == [
+        f"-m mrl.prepare tiny MRL_CPU={chosen}",
+        f"-m mrl.train grpo_tiny.yaml grpo.seed=1 MRL_CPU={chosen}",
+    ]
     assert ("Without compiled kernels" in said) == (wanted.kind == "plain")
     # A second start installs nothing.
     assert stub.run("quickstart.sh")[0] == 0
     assert stub.environments == [] and stub.installed == set() and len(stub.programs) == 2
 
 
-@pytest.mark.parametrize("name", ["no GPU", "nvidia-smi hangs", "nvcc 13", "no nvcc", "driver for CUDA 12", "MRL_CPU=1"])
+@pytest.mark.parametrize(
+    "name", ["no GPU", "nvidia-smi hangs", "nvcc 13", "no nvcc", "driver for CUDA 12", "MRL_CPU=1"]
+)
 def test_the_suites_run_on_cpus_beside_the_environment_for_gpus(name: str, tmp_path: Path):
     host, wanted = HOSTS[name]
     stub = Stub(tmp_path, host)
@@ -233,7 +254,11 @@ def test_the_suites_run_on_cpus_beside_the_environment_for_gpus(name: str, tmp_p
 
 def test_an_environment_for_cpus_is_replaced_by_one_for_gpus_and_back(tmp_path: Path):
     stub = Stub(tmp_path, Host())
-    for variables, kind, python in (({"MRL_CPU": "1"}, "cpu", "3.11"), ({}, "gpu", "3.12"), ({"MRL_CPU": "1"}, "cpu", "3.11")):
+    for variables, kind, python in (
+        ({"MRL_CPU": "1"}, "cpu", "3.11"),
+        ({}, "gpu", "3.12"),
+        ({"MRL_CPU": "1"}, "cpu", "3.11"),
+    ):
         assert stub.run("quickstart.sh", **variables)[0] == 0
         assert stub.environments == [f"venv .venv {python}"]
         assert stub.installed - {"uv"} == WANTED[kind] - {"uv"}
@@ -276,11 +301,15 @@ def test_an_installation_for_gpus_shows_its_progress(tmp_path: Path):
 def test_lists_pages_and_tests_name_the_same_versions_of_python():
     supported = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
     for kind in ("cpu", "gpu"):
-        low, high = re.findall(r"^# .*Python 3\.(\d+) to 3\.(\d+)\)", (ROOT / f"constraints-{kind}.txt").read_text(), re.MULTILINE)[0]
+        low, high = re.findall(
+            r"^# .*Python 3\.(\d+) to 3\.(\d+)\)", (ROOT / f"constraints-{kind}.txt").read_text(), re.MULTILINE
+        )[0]
         assert {f"3.{minor}" for minor in range(int(low), int(high) + 1)} == supported
     tried = re.findall(r'PYTHONS="(.+?)"', (ROOT / "scripts" / "setup.sh").read_text())
     assert len(tried) == 2 and all(set(versions.split()) == supported for versions in tried)
     (row,) = re.findall(r"^\| Python (.+?) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
     assert set(row.split(", ")) == supported
-    (resolved,) = re.findall(r'parametrize\("python", \[(.+?)\]', (ROOT / "tests" / "rehearsal" / "test_gpu_set.py").read_text())
+    (resolved,) = re.findall(
+        r'parametrize\("python", \[(.+?)\]', (ROOT / "tests" / "rehearsal" / "test_gpu_set.py").read_text()
+    )
     assert set(re.findall(r"[\d.]+", resolved)) == supported

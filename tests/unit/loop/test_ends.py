@@ -50,7 +50,9 @@ def one_step(now: Attempt) -> bool:
 
 
 @pytest.mark.parametrize("remove", [False, True])
-def test_a_run_folder_that_is_moved_or_removed_is_not_begun_again(ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, remove: bool):
+def test_a_run_folder_that_is_moved_or_removed_is_not_begun_again(
+    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, remove: bool
+):
     path, away = tmp_path / "run", tmp_path / "away"
 
     def attempt(now: Attempt) -> bool:
@@ -62,7 +64,11 @@ def test_a_run_folder_that_is_moved_or_removed_is_not_begun_again(ends, tmp_path
     assert ends(one_step) == 0
     assert ends(attempt) == 1
     last = caplog.messages[-1]
-    assert f"{path} is not there any more: it was moved or removed" in last and "begins at step 0" in last and "same command" not in last
+    assert (
+        f"{path} is not there any more: it was moved or removed" in last
+        and "begins at step 0" in last
+        and "same command" not in last
+    )
     assert not path.exists()
     if not remove:  # the way out
         away.rename(path)
@@ -81,7 +87,8 @@ ValueError: slot a.b
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("engine 0 failed in start:\n no room", "RuntimeError: engine 0 failed in start: no room"), (OF_RAY, OF_RAY)]
+    ("text", "reason"),
+    [("engine 0 failed in start:\n no room", "RuntimeError: engine 0 failed in start: no room"), (OF_RAY, OF_RAY)],
 )
 def test_a_failed_start_is_one_line_and_its_traceback_is_in_the_logs(
     ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], text: str, reason: str
@@ -103,19 +110,30 @@ def test_a_failed_start_is_one_line_and_its_traceback_is_in_the_logs(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG])
-def test_a_last_save_that_fails_says_why_first_and_last(ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
+def test_a_last_save_that_fails_says_why_first_and_last(
+    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+):
     def attempt(now: Attempt) -> bool:
         now.saver.load(now.newest, last_step=9)
-        now.ranks.finish_save = lambda rank, timeout_s: WriteReport({}, 0.0, f"{tmp_path}: {OSError(code, os.strerror(code))}")
+        now.ranks.finish_save = lambda rank, timeout_s: WriteReport(
+            {}, 0.0, f"{tmp_path}: {OSError(code, os.strerror(code))}"
+        )
         now.saver.save_last(now.train(2))
         return True
 
     assert ends(one_step) == 0
     caplog.clear()
     assert ends(attempt) == 1
-    reason = f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}; the one before it stays"
+    reason = (
+        f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}; the one "
+        "before it stays"
+    )
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert said[0] == reason and said[-1].startswith(f"The attempt ended: {reason}. ") and said[-1].endswith("The same command resumes.")
+    assert (
+        said[0] == reason
+        and said[-1].startswith(f"The attempt ended: {reason}. ")
+        and said[-1].endswith("The same command resumes.")
+    )
     assert "Traceback" not in caplog.text
     assert "SaveFailed" in (tmp_path / "run/logs/exp_002/actors/traceback.txt").read_text()
     for step in (2, 3):

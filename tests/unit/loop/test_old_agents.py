@@ -43,7 +43,12 @@ class Agents:
         return runner, agent
 
     def ask(
-        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+        self,
+        asked: Sequence[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        num_generations: int,
+        weight_version: int,
     ) -> list[AskedGroup]:
         groups = [AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked]
         self.under_way += groups
@@ -53,12 +58,16 @@ class Agents:
         return groups
 
     async def _run(self, group: AskedGroup, index: int) -> None:
-        task = AgentTask(group.prompt, index, group.epoch, seed=5, sampling=SAMPLING, weight_version=group.weight_version)
+        task = AgentTask(
+            group.prompt, index, group.epoch, seed=5, sampling=SAMPLING, weight_version=group.weight_version
+        )
         ran = await self.runner.run(task)
         (one,) = ran.rollouts
         version, length = min(turn.weight_version for turn in one.turns), len(one.token_ids)
         group.verdicts[index] = ran.verdict
-        group.infos[index] = RolloutInfo(task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one)
+        group.infos[index] = RolloutInfo(
+            task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one
+        )
 
     def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
         wait_until(is_enough, "rollouts")
@@ -101,7 +110,12 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
     slow = prompt_of("slow", does="wait", marker=str(marker))
     prompts = [(0, slow), *((0, prompt_of(f"p{number}", does="answer")) for number in range(40))]
     queue = RolloutQueue(
-        plan(1, waits_for_refit=False, freshest_first=True), cast("RolloutCollector", agents), ledger, prompts, SAMPLING, last_step=20
+        plan(1, waits_for_refit=False, freshest_first=True),
+        cast("RolloutCollector", agents),
+        ledger,
+        prompts,
+        SAMPLING,
+        last_step=20,
     )
     state, trained, num_again = RunState(step=0, weight_version=1), list[RolloutGroup](), 0.0
 
@@ -109,7 +123,11 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
         nonlocal num_again
         supplied = queue.take(state, Clock())
         assert supplied is not None
-        assert all(state.weight_version - rollout.weight_version <= 1 for group in supplied.groups for rollout in group.rollouts)
+        assert all(
+            state.weight_version - rollout.weight_version <= 1
+            for group in supplied.groups
+            for rollout in group.rollouts
+        )
         trained.extend(supplied.groups)
         num_again += supplied.metrics["rollout/regenerated_groups"]
         ledger.train(state.step + 1, supplied.trained, supplied.dropped)
@@ -129,5 +147,9 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
     asked = [group.weight_version for group in agents.under_way if group.prompt == slow]
     # On a slow host fresher groups come first once more; at the third time a step waits.
     assert len(found) == 1 and len(asked) in (2, 3) and asked[0] == 1 and num_again >= len(asked) - 1
-    tokens = [cast(Rollout, rollout.payload).token_ids[0] for group in (old.judged(), *found) for rollout in group.rollouts]
-    assert len(set(tokens)) == 4 and all(cast(Rollout, one.payload).turns[0].weight_version >= 3 for one in found[0].rollouts)
+    tokens = [
+        cast(Rollout, rollout.payload).token_ids[0] for group in (old.judged(), *found) for rollout in group.rollouts
+    ]
+    assert len(set(tokens)) == 4 and all(
+        cast(Rollout, one.payload).turns[0].weight_version >= 3 for one in found[0].rollouts
+    )

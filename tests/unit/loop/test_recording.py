@@ -31,11 +31,15 @@ def sequence(index: int) -> RecordedSequence:
     one = dataclasses.replace(rollout("p", index, 3), request=request((1, 2), prompt_id="p", rollout_index=index))
     tensors = {"old_logprobs": floats([0.0, -1.5, np.nan]), "loss_mask": floats([0.0, 1.0, 0.0])}
     teacher = TeacherTokens(floats([[0.5]]), np.array([[7]], np.int32))
-    return RecordedSequence(RolloutInfo.of(one, None), one, 0.5, True, 1.0, (FixedAdvantage(0, 1, -1.0),), teacher, index, tensors)
+    return RecordedSequence(
+        RolloutInfo.of(one, None), one, 0.5, True, 1.0, (FixedAdvantage(0, 1, -1.0),), teacher, index, tensors
+    )
 
 
 def step(number: int, problem: str = "", **metrics: float) -> RecordedStep:
-    return RecordedStep(number, 256, "{}", ((sequence(0), sequence(1)), (sequence(2),)), metrics or {"train/loss": 0.5}, problem)
+    return RecordedStep(
+        number, 256, "{}", ((sequence(0), sequence(1)), (sequence(2),)), metrics or {"train/loss": 0.5}, problem
+    )
 
 
 def test_a_record_has_every_byte_of_its_step(tmp_path: Path):
@@ -86,6 +90,8 @@ def test_the_first_difference_is_named_by_rank_tensor_and_token():
     assert differences(made(np.nextafter(np.float32(-1.5), np.float32(0)))) != []
     assert differences(made(-1.50001), 1e-4) == [] and differences(made(-1.6), 1e-4) != []
     assert differences(made(np.nan), 1e-4) != []
-    assert differences([*made()[:1], {}]) == [f"{place.replace('rank 2', 'rank -1')}: old_logprobs had shape (3,) and has None"]
+    assert differences([*made()[:1], {}]) == [
+        f"{place.replace('rank 2', 'rank -1')}: old_logprobs had shape (3,) and has None"
+    ]
     assert differences(made(), **{"train/loss": 0.25}) == ["step 4: train/loss was 0.5 and is 0.25"]
     assert differences(made(), 1e-4, **{"train/loss": 0.5001}) == []

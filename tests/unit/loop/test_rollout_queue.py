@@ -46,7 +46,12 @@ class Groups:
     asked: list[tuple[PromptKey, int]] = field(default_factory=list)
 
     def ask(
-        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
+        self,
+        asked: Sequence[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        num_generations: int,
+        weight_version: int,
     ) -> list[AskedGroup]:
         groups = [AskedGroup(epoch, prompt, NUM_GENERATIONS, weight_version) for epoch, prompt in asked]
         assert not {group.key for group in groups} & self.under_way.keys()
@@ -175,7 +180,9 @@ def test_in_flight_updates_do_not_wait(ledger: Ledger):
 
 def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
     source = Groups({"p0": 4, "p1": 4})
-    queue = queue_of(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
+    queue = queue_of(
+        plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5
+    )
     taken = run(queue, ledger, steps=5)
     assert names(taken)[0] == ["p2", "p3"]
     assert max(itertools.chain(*ages(taken))) <= 1
@@ -185,9 +192,13 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
     assert "p0" in itertools.chain(*names(taken))
 
 
-def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(ledger: Ledger, caplog: pytest.LogCaptureFixture):
+def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+):
     source = Groups({"p0": 50, "p5": 50})
-    queue = queue_of(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(400), SAMPLING, last_step=150)
+    queue = queue_of(
+        plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(400), SAMPLING, last_step=150
+    )
     taken = run(queue, ledger, steps=150)
     assert max(itertools.chain(*ages(taken))) <= 1
     asked = Counter(prompt_id for (_, prompt_id), _ in source.asked)
@@ -195,13 +206,18 @@ def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(le
     trained = list(itertools.chain(*names(taken)))
     assert {"p0", "p5"} <= set(trained) and len(trained) == len(set(trained))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told[0].startswith("1 prompts (p0 of math and others) were sampled 2 times") and "max_trajectory_age_steps=1 steps" in told[0]
+    assert (
+        told[0].startswith("1 prompts (p0 of math and others) were sampled 2 times")
+        and "max_trajectory_age_steps=1 steps" in told[0]
+    )
     assert queue._num_too_old.keys() <= queue._asked.keys()
 
 
 def test_freshest_first_takes_the_youngest(ledger: Ledger):
     source = Groups({"p0": 1, "p1": 1, "p2": 1, "p3": 1})
-    queue = queue_of(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
+    queue = queue_of(
+        plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9
+    )
     state = RunState(step=0, weight_version=1)
     queue.go_on(state)
     first = queue.take(state, Clock())
@@ -229,7 +245,9 @@ def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
 
 def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
     source = Groups()
-    queue = queue_of(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
+    queue = queue_of(
+        plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs
+    )
     taken = run(queue, ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0]] * 3
@@ -239,7 +257,9 @@ def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger
 
 def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
     source = Groups()
-    queue = queue_of(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
+    queue = queue_of(
+        plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs
+    )
     first, second, _ = run(queue, ledger, steps=3)
     assert first.metrics["train/dynamic_sampling_num_discarded_valid_samples"] == 0
     assert names([first, second]) == [["p0", "p1"], ["p2", "p3"]]
@@ -252,12 +272,16 @@ def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
     with pytest.raises(Stopped) as ended:  # which saves the last step
         run(queue, ledger, steps=1)
     assert isinstance(ended.value.__cause__, NoSignal)
-    assert re.search(r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise", str(ended.value.__cause__))
+    assert re.search(
+        r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise", str(ended.value.__cause__)
+    )
     assert len(source.asked) == 6
 
 
 def test_a_step_of_groups_left_over_asks_for_none_and_has_its_lines(ledger: Ledger):
-    queue = queue_of(plan(1, batch=4, max_batches=4), Groups(), ledger, prompts(20), SAMPLING, last_step=4, has_signal=differs)
+    queue = queue_of(
+        plan(1, batch=4, max_batches=4), Groups(), ledger, prompts(20), SAMPLING, last_step=4, has_signal=differs
+    )
     _, second = run(queue, ledger, steps=2)
     assert names([second]) == [["p2", "p3"]] and second.metrics["train/dynamic_sampling_num_gen_batches"] == 0
     lines = step_lines(second.metrics | {"time/total": 1.0}, num_prompts=2, num_generations=NUM_GENERATIONS)
@@ -387,7 +411,9 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
             source.under_way[group.key] = (group, 0)
             return group
 
-        numbers = plan(lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0)
+        numbers = plan(
+            lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0
+        )
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
         return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs, revive=revive)
 
@@ -402,5 +428,14 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
     assert len(consumed) == len(set(consumed))
     assert {f"p{i}" for i in same} >= {prompt_id for _, prompt_id in dropped}
     # What is left is not enough for a step.
-    assert len([pair for pair in every if (0, pair[1].prompt_id) not in set(consumed) and int(pair[1].prompt_id[1:]) not in same]) < 2
+    assert (
+        len(
+            [
+                pair
+                for pair in every
+                if (0, pair[1].prompt_id) not in set(consumed) and int(pair[1].prompt_id[1:]) not in same
+            ]
+        )
+        < 2
+    )
     assert replay(ledger.path) == ledger.state

@@ -49,7 +49,12 @@ def test_a_signal_ends_a_budget_at_the_next_step_and_at_once_where_it_may():
 @pytest.mark.parametrize(
     ("error", "record_steps", "skipped", "recorded"),
     [
-        ("policy rank 0 failed in train_step: the train step gave loss nan: not finite; no parameter was changed", 0, 0.0, ["loss nan"]),
+        (
+            "policy rank 0 failed in train_step: the train step gave loss nan: not finite; no parameter was changed",
+            0,
+            0.0,
+            ["loss nan"],
+        ),
         ("policy rank 0 failed in train_step: CUDA error", 2, 0.0, []),  # ranks may hang
         ("", 0, 0.0, []),
         ("", 2, 0.0, [""]),
@@ -64,7 +69,9 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     monkeypatch.setattr(run, "record_step", lambda *_, problem, **__: problem)
     monkeypatch.setattr(run, "write_step", lambda folder, problem, keeps: found.append(problem))
     parts = SimpleNamespace(
-        config=SimpleNamespace(logger=SimpleNamespace(record_steps=record_steps), policy=SimpleNamespace(max_skipped_steps=10)),
+        config=SimpleNamespace(
+            logger=SimpleNamespace(record_steps=record_steps), policy=SimpleNamespace(max_skipped_steps=10)
+        ),
         folder=SimpleNamespace(path=Path()),
         session=None,
     )
@@ -110,7 +117,9 @@ def test_a_run_whose_every_step_is_skipped_ends_also_over_several_attempts(caplo
         with pytest.raises(Stopped) as caught:
             skipping_steps(state, 3, [1, 1])
         cause = caught.value.__cause__
-        assert isinstance(cause, TooManySkipped) and f"step {step}: loss or gradient of {step - 3} steps in a row" in str(cause)
+        assert isinstance(
+            cause, TooManySkipped
+        ) and f"step {step}: loss or gradient of {step - 3} steps in a row" in str(cause)
         assert "policy.max_skipped_steps=3 ends the run: look at the batches in run/recorded" in str(cause)
     skipping_steps(state, 3, [1], is_over=True)  # which a signal ends, or which has made its last step
     skipping_steps(state, 3, [0, 1, 1])

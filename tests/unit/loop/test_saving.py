@@ -51,7 +51,12 @@ class Ranks:
         return {rank: getattr(self, verb.__name__)(rank, *arguments) for rank in range(NUM_RANKS)}
 
     def call_behind(
-        self, verb: Callable, *arguments: Path, deadline_s: float, is_awaited: threading.Event, is_abandoned: threading.Event
+        self,
+        verb: Callable,
+        *arguments: Path,
+        deadline_s: float,
+        is_awaited: threading.Event,
+        is_abandoned: threading.Event,
     ) -> dict[int, object]:
         return self.call(verb, *arguments, deadline_s=deadline_s)
 
@@ -82,7 +87,9 @@ class Attempt:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.ranks = folder, Ranks()
-        session = SimpleNamespace(policies=self.ranks, trained_models={"policy": self.ranks}, saving=nullcontext, loading=nullcontext)
+        session = SimpleNamespace(
+            policies=self.ranks, trained_models={"policy": self.ranks}, saving=nullcontext, loading=nullcontext
+        )
         self.saver = CheckpointSaver(folder.config, folder, cast("Session", session))
         self.newest = folder.newest_checkpoint()
 
@@ -129,7 +136,9 @@ class Slow(Ranks):
     def write(self) -> None:
         """Leaves what the ranks leave that have written."""
         assert self.wrote is not None
-        tell_written(self.wrote, [] if self.error else [super(Slow, self).finish_save(rank, 0.0) for rank in range(NUM_RANKS)])
+        tell_written(
+            self.wrote, [] if self.error else [super(Slow, self).finish_save(rank, 0.0) for rank in range(NUM_RANKS)]
+        )
 
     def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
         self.finished_by.append(threading.current_thread().name)
@@ -159,7 +168,9 @@ def test_a_save_is_published_while_the_loop_goes_on(attempt: Callable[[], Attemp
     assert now.saver.take_metrics().keys() == {"time/checkpoint_hidden"}
 
 
-def test_a_checkpoint_waits_for_its_steps_in_the_ledger(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_waits_for_its_steps_in_the_ledger(
+    attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch
+):
     now, write = attempt(), os.write
     with monkeypatch.context() as patch:
         # The kernel writes what there is room for, and says how much that was.
@@ -169,10 +180,16 @@ def test_a_checkpoint_waits_for_its_steps_in_the_ledger(attempt: Callable[[], At
         now.saver.finish()
     assert not (now.folder.path / "step_3").exists() and (now.folder.path / "step_2").exists()
     now.saver.save(state)
-    assert (now.folder.path / "step_3" / "COMPLETE").exists() and list(replay(now.folder.ledger.path).trained) == [1, 2, 3]
+    assert (now.folder.path / "step_3" / "COMPLETE").exists() and list(replay(now.folder.ledger.path).trained) == [
+        1,
+        2,
+        3,
+    ]
 
 
-def test_whoever_waits_for_a_save_does_not_wait_for_the_next_look(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+def test_whoever_waits_for_a_save_does_not_wait_for_the_next_look(
+    attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(saving, "POLL_INTERVAL_S", HANG_S)
     now = attempt()
     slow(now)
@@ -181,7 +198,9 @@ def test_whoever_waits_for_a_save_does_not_wait_for_the_next_look(attempt: Calla
     assert (now.folder.path / "step_3" / "COMPLETE").exists()
 
 
-def test_what_ends_a_save_ends_the_run_at_the_end_of_its_step(attempt: Callable[[], Attempt], caplog: pytest.LogCaptureFixture):
+def test_what_ends_a_save_ends_the_run_at_the_end_of_its_step(
+    attempt: Callable[[], Attempt], caplog: pytest.LogCaptureFixture
+):
     now = attempt()
     ranks = slow(now)
     ranks.error = OSError("no space left")
@@ -235,7 +254,9 @@ def test_a_signal_costs_no_look_at_what_has_been_saved(attempt: Callable[[], Att
     assert now.ranks.wrote is None
 
 
-def test_every_rank_hashes_its_own_shard_and_the_driver_none(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+def test_every_rank_hashes_its_own_shard_and_the_driver_none(
+    attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as patch:
         refuse_shards(patch)
         now = attempt()
@@ -254,7 +275,10 @@ def test_a_run_goes_on_before_the_shard_that_a_rank_finds_damaged(
     flip(path / "step_2", rank)
     state = now.saver.load(now.newest, last_step=9)
     assert state.step == 1 and now.ranks.loaded == [path / "step_1/policy/weights"] * NUM_RANKS
-    assert f"passing over {path / 'step_2'}" in caplog.text and f"__{rank}_0.distcp does not have the manifest's sha256" in caplog.text
+    assert (
+        f"passing over {path / 'step_2'}" in caplog.text
+        and f"__{rank}_0.distcp does not have the manifest's sha256" in caplog.text
+    )
     assert now.folder.ledger.state.trained.keys() == {1}
     now.folder.log_metrics(2, {"train/loss": 7.0})
     assert [line.count('"train/loss"') for line in (path / "metrics.jsonl").read_text().splitlines()] == [1, 1]
@@ -333,13 +357,17 @@ def test_a_damaged_ledger_without_any_checkpoint_costs_nothing(attempt: Callable
             pass
 
 
-def test_a_damaged_ledger_that_no_checkpoint_can_replace_is_refused_before_anything_starts(attempt: Callable[[], Attempt]):
+def test_a_damaged_ledger_that_no_checkpoint_can_replace_is_refused_before_anything_starts(
+    attempt: Callable[[], Attempt],
+):
     now = attempt()
     with now.folder:
         # As an older version has saved it.
         now.folder.checkpoints.commit(now.folder.checkpoints.begin(RunState(step=3)), {})
         now.folder.ledger.path.write_bytes(b"7\n")
-    with pytest.raises(ValueError, match=r"ledger\.jsonl:1: .* step 3 holds no copy of the ledger: restore both, move it away"):
+    with pytest.raises(
+        ValueError, match=r"ledger\.jsonl:1: .* step 3 holds no copy of the ledger: restore both, move it away"
+    ):
         attempt()
 
 
@@ -372,7 +400,9 @@ def goes_on(attempt: Callable[[], Attempt], first: int) -> None:
 
 
 @pytest.mark.parametrize("break_", [lose_marker, lose_manifest, truncate_shard, break_marker])
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path, break_: Callable):
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
+    attempt: Callable[[], Attempt], tmp_path: Path, break_: Callable
+):
     now, path = attempt(), tmp_path / "run"
     with now.folder:
         shutil.copytree(path / "step_1", tmp_path / "copy")
@@ -380,7 +410,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Call
             break_(path / f"step_{step}")
     before = {file: file.read_bytes() for file in path.glob("*.json*")}
     for _ in range(2):
-        with pytest.raises(NoWholeCheckpoint, match=r"run: none of its .* step 0 .* step_2: .+; step_1: .+ Restore .* move these folders"):
+        with pytest.raises(
+            NoWholeCheckpoint,
+            match=r"run: none of its .* step 0 .* step_2: .+; step_1: .+ Restore .* move these folders",
+        ):
             attempt()
         assert {file: file.read_bytes() for file in path.glob("*.json*")} == before and not list(path.glob("damaged_*"))
     # A way out: one of them is restored.
@@ -389,7 +422,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Call
     goes_on(attempt, 2)
 
 
-def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path):
+def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(
+    attempt: Callable[[], Attempt], tmp_path: Path
+):
     now, path = attempt(), tmp_path / "run"
     before = now.folder.ledger.path.read_bytes()
     with now.folder:
@@ -404,7 +439,9 @@ def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(a
     # The other way out: all of them are moved away, and the run is begun anew.
     for folder in path.glob("damaged_step_*"):
         folder.rename(tmp_path / folder.name)
-    with pytest.raises(NoWholeCheckpoint, match=r"gone, of step 1, 2 .* set checkpointing\.allow_changes=\[checkpoints\]"):
+    with pytest.raises(
+        NoWholeCheckpoint, match=r"gone, of step 1, 2 .* set checkpointing\.allow_changes=\[checkpoints\]"
+    ):
         attempt()
     now.folder.config.checkpointing.allow_changes = ["checkpoints"]
     goes_on(attempt, 1)

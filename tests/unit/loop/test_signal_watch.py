@@ -36,12 +36,16 @@ def test_a_key_ends_the_run_after_some_in_a_row():
     watch = SignalWatch(2)
     assert [note(watch, step, groups) is None for step, groups in enumerate((EQUAL, APART, MASKED), 1)] == [True] * 3
     problem = note(watch, 4, EQUAL)
-    assert problem is not None and "in a row without a signal: 2. grpo.max_steps_without_signal=2 ends the run" in problem
+    assert (
+        problem is not None and "in a row without a signal: 2. grpo.max_steps_without_signal=2 ends the run" in problem
+    )
 
 
 def test_the_reason_of_a_step_in_which_nothing_counts_comes_with_its_count():
     def reason(groups: list[RolloutGroup], config: GrpoConfig = CONFIG, **metrics: float) -> str | None:
-        return reason_of_masks(groups, train_sequences(groups, config)[0], {f"train/{k}": v for k, v in metrics.items()}, config)
+        return reason_of_masks(
+            groups, train_sequences(groups, config)[0], {f"train/{k}": v for k, v in metrics.items()}, config
+        )
 
     assert reason([*MASKED, *MASKED]) == "none of its 4 rollouts counts; 4 because of: error"
     assert reason([*MASKED, group([0.0, 1.0], name="b", invalid=[0])]) is None
@@ -52,4 +56,7 @@ def test_the_reason_of_a_step_in_which_nothing_counts_comes_with_its_count():
     # What ranks mask is known by their metrics alone.
     far = GrpoConfig(seq_logprob_error_threshold=2.0)
     masked_by_ranks = {"num_valid_tokens": 0.0, "num_masked_seqs_by_logprob_error": 2.0}
-    assert reason(EQUAL, far, **masked_by_ranks) == "none of its 4 rollouts counts; 2 because of: grpo.seq_logprob_error_threshold=2"
+    assert (
+        reason(EQUAL, far, **masked_by_ranks)
+        == "none of its 4 rollouts counts; 2 because of: grpo.seq_logprob_error_threshold=2"
+    )

@@ -6,7 +6,14 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.plan.deadlines import all_deadlines, checkpoint_deadline, describe_engine_start, start_deadline, train_deadline, weight_bytes
+from mrl.plan.deadlines import (
+    all_deadlines,
+    checkpoint_deadline,
+    describe_engine_start,
+    start_deadline,
+    train_deadline,
+    weight_bytes,
+)
 from tests.sources import ROOT
 
 NANO3 = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
@@ -48,7 +55,9 @@ def test_the_largest_model_decides_how_long_a_start_takes(tmp_path: Path):
             deadline = start_deadline(load_config(config, [f"policy.model_name={one}", f"{beside}.model_name={other}"]))
             assert deadline.seconds == 300 + 60_000 / 50
             assert str(deadline).endswith("60.0 GB of weights of the largest model at 50 MB/s")
-        gone = start_deadline(load_config(config, [f"policy.model_name={small}", f"{beside}.model_name={tmp_path / 'nowhere'}"]))
+        gone = start_deadline(
+            load_config(config, [f"policy.model_name={small}", f"{beside}.model_name={tmp_path / 'nowhere'}"])
+        )
         assert gone.seconds == 320 and str(gone).endswith("nowhere is added once they are here")
 
 
@@ -81,13 +90,18 @@ def test_what_the_config_says_wins(tmp_path: Path):
 
 def nano3(tmp_path: Path, *, nodes: int, rollouts: int = 16, length: int = 49152) -> RunConfig:
     (tmp_path / "config.json").write_bytes(NANO3.read_bytes())
-    overrides = [f"policy.model_name={tmp_path}", f"cluster.num_nodes={nodes}", f"policy.max_total_sequence_length={length}"]
+    overrides = [
+        f"policy.model_name={tmp_path}",
+        f"cluster.num_nodes={nodes}",
+        f"policy.max_total_sequence_length={length}",
+    ]
     return load_config("grpo_nanov3.yaml", [*overrides, f"grpo.num_generations_per_prompt={rollouts}"])
 
 
 def test_a_step_has_the_time_of_its_operations_on_its_gpus(tmp_path: Path):
-    # 2,048 sequences of 49,152 tokens, four passes: 4e8 tokens. 3.2 billion parameters meet a token twice, and 6 attention layers of
-    # 32 heads of 128 meet half of its sequence with four operations, the scans of 23 Mamba layers with 7 for each of 64 x 64 x 128.
+    # 2,048 sequences of 49,152 tokens, four passes: 4e8 tokens. 3.2 billion parameters meet a token twice, and 6
+    # attention layers of 32 heads of 128 meet half of its sequence with four operations, the scans of 23 Mamba layers
+    # with 7 for each of 64 x 64 x 128.
     per_token = 2 * 3.2e9 + 6 * 2 * 32 * 128 * 49152 + 23 * 7 * 64 * 64 * 128
     by_hand = 4 * 2048 * 49152 * per_token / (256 * 30e12)
     seconds = train_deadline(nano3(tmp_path, nodes=32)).seconds
@@ -98,7 +112,9 @@ def test_a_step_has_the_time_of_its_operations_on_its_gpus(tmp_path: Path):
     config = nano3(tmp_path, nodes=32)
     config.policy.train_global_batch_size = 64  # several updates a step: the logprob pass before them is the longest
     assert train_deadline(config).seconds - 600 == pytest.approx((seconds - 600) / 4)
-    assert "for 8,192 forward passes of 49,152 tokens on 256 ranks at 30 TFLOPS" in str(train_deadline(nano3(tmp_path, nodes=32)))
+    assert "for 8,192 forward passes of 49,152 tokens on 256 ranks at 30 TFLOPS" in str(
+        train_deadline(nano3(tmp_path, nodes=32))
+    )
 
 
 def test_a_checkpoint_has_the_time_of_its_bytes_on_its_nodes(tmp_path: Path):
@@ -122,7 +138,10 @@ def test_without_the_model_no_deadline_is_shorter_than_the_fixed_part(tmp_path: 
 def test_an_engines_start_says_what_it_captures():
     """Counts as vLLM 0.32 does; 51 sizes were seen for 512 sequences."""
     config = load_config("grpo_math_1B.yaml")
-    assert [f"about {number} batch" in describe_engine_start(config, seqs) for seqs, number in ((128, 35), (512, 51), (1, 2))] == [True] * 3
+    assert [
+        f"about {number} batch" in describe_engine_start(config, seqs)
+        for seqs, number in ((128, 35), (512, 51), (1, 2))
+    ] == [True] * 3
     config.policy.generation.vllm_kwargs["compilation_config"] = {"cudagraph_capture_sizes": [1, 8]}
     assert "about 2 batch" in describe_engine_start(config, 128)
     config.policy.generation.vllm_cfg.enforce_eager = True

@@ -35,7 +35,8 @@ def engine_of(folder: Path, speculation: str | None, **changes: object) -> tuple
 def test_proposed_tokens_have_logits(tmp_path: Path):
     plain, sampling = engine_of(tmp_path / "plain", None)
     assert sampling == plain.activations and plain.unmeasured == 0
-    # Of 128 sequences, three float32 copies of a row of 131,072 logits: vLLM measures two rows of each, and six are checked.
+    # Of 128 sequences, three float32 copies of a row of 131,072 logits: vLLM measures two rows of each, and six are
+    # checked.
     rows = 3 * 4 * 128 * 131072
     speculating, sampling = engine_of(tmp_path / "ngram", "method: ngram, num_speculative_tokens: 5")
     assert speculating.activations - plain.activations == pytest.approx(rows)
@@ -48,7 +49,11 @@ def test_proposed_tokens_have_logits(tmp_path: Path):
     [
         # 64 engines share 2,048 rollouts, and all rows of a validation whose number the config does not say.
         ("h100-80g", [], (128, 16384)),
-        ("h100-80g", ["grpo.num_prompts_per_step=512", "policy.generation.vllm_cfg.expose_http_server=true"], (512, 16384)),
+        (
+            "h100-80g",
+            ["grpo.num_prompts_per_step=512", "policy.generation.vllm_cfg.expose_http_server=true"],
+            (512, 16384),
+        ),
         ("h100-80g", ["grpo.num_prompts_per_step=4096"], (528, 16384)),
         ("h100-80g", ["policy.generation.vllm_cfg.max_num_seqs=700"], (700, 16384)),
         ("h100-80g", ["policy.generation.vllm_cfg.max_num_batched_tokens=100"], (100, 100)),
@@ -57,7 +62,9 @@ def test_proposed_tokens_have_logits(tmp_path: Path):
         ("a100-40g", ["policy.generation.vllm_cfg.gpu_memory_utilization=0.44"], (7, 4096)),
     ],
 )
-def test_limits_are_what_rollouts_need_and_the_cache_holds(tmp_path: Path, gpu: str, words: list[str], limits: tuple[int, int]):
+def test_limits_are_what_rollouts_need_and_the_cache_holds(
+    tmp_path: Path, gpu: str, words: list[str], limits: tuple[int, int]
+):
     (tmp_path / "config.json").write_text(json.dumps(NANO))
     config = load_config("grpo_nanov3.yaml", [f"policy.model_name={tmp_path}", *words])
     engine = engine_memory(config, read_model(config), GPUS[gpu])
@@ -67,7 +74,10 @@ def test_limits_are_what_rollouts_need_and_the_cache_holds(tmp_path: Path, gpu: 
     if limits[0] < config.engine_limits.num_seqs:
         # A sequence more would find no block for its first tokens.
         assert engine.concurrency(1) >= limits[0] > engine.concurrency(1) - 1
-    assert describe_limits(config, GPUS[gpu]) == f"up to {limits[0]} rollouts at once in steps of up to {limits[1]:,} tokens"
+    assert (
+        describe_limits(config, GPUS[gpu])
+        == f"up to {limits[0]} rollouts at once in steps of up to {limits[1]:,} tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,13 +103,16 @@ def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Pa
     words = [f"policy.model_name={tmp_path}", "~policy.generation.vllm_kwargs.mamba_ssm_cache_dtype"]
     given, own = (load_config("grpo_nanov3.yaml", words[:count]) for count in (1, 2))
     blocks = [engine_memory(config, read_model(config), H100).layout.block_tokens for config in (given, own)]
-    # 16 heads of 64 x 128 in float32 or bfloat16, and 3 x 1536 inputs of the convolution: 533,504 or 271,360 bytes, in 16 tokens of 512.
+    # 16 heads of 64 x 128 in float32 or bfloat16, and 3 x 1536 inputs of the convolution: 533,504 or 271,360 bytes, in
+    # 16 tokens of 512.
     assert blocks == [1056, 544]
 
 
 def decode(states: int = 1, num_nodes: int = 1) -> float:
     """Seconds of 1,000 steps of 64 rollouts on an engine of 4 workers."""
-    engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states), EngineLimits(128, 4096), 0.5)
+    engine = EngineMemory(
+        1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states), EngineLimits(128, 4096), 0.5
+    )
     sizes = dict(rollouts=64, at_once=64, mean=1000, longest=1000, num_nodes=num_nodes)
     return decode_seconds(PlanModel(NANO).shape, H100, engine, tp=4, **sizes).low
 
@@ -109,11 +122,15 @@ def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
 
 
 def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
-    engine = EngineMemory(15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096), 0.5)
+    engine = EngineMemory(
+        15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096), 0.5
+    )
     shape = PlanModel(NANO).shape
 
     def decoded(rollouts: int, at_once: int, mean: float, longest: float) -> float:
-        return decode_seconds(shape, H100, engine, tp=4, rollouts=rollouts, at_once=at_once, mean=mean, longest=longest).low
+        return decode_seconds(
+            shape, H100, engine, tp=4, rollouts=rollouts, at_once=at_once, mean=mean, longest=longest
+        ).low
 
     # One after another there is no tail; rollouts of one length end together.
     assert decoded(10, 1, 100, 1000) == pytest.approx(10 * decoded(1, 1, 100, 100))
@@ -126,22 +143,35 @@ def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
 def test_stages_share_weights_and_cache_and_wait_for_each_other(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(NANO))
     words = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.tensor_parallel_size=1"]
-    configs = [load_config("grpo_nanov3.yaml", [*words, f"policy.generation.vllm_cfg.pipeline_parallel_size={pp}"]) for pp in (1, 2)]
+    configs = [
+        load_config("grpo_nanov3.yaml", [*words, f"policy.generation.vllm_cfg.pipeline_parallel_size={pp}"])
+        for pp in (1, 2)
+    ]
     whole, stage = (engine_memory(config, read_model(config), H100) for config in configs)
     # vLLM builds embedding and output, of 131,072 x 2,688 in bfloat16 each, on both stages.
     ends = 2 * 131072 * 2688 * 2
     assert stage.weights - ends == pytest.approx((whole.weights - ends) / 2, rel=0.05)
-    assert (stage.layout.block_bytes, stage.layout.block_tokens) == (whole.layout.block_bytes / 2, whole.layout.block_tokens)
+    assert (stage.layout.block_bytes, stage.layout.block_tokens) == (
+        whole.layout.block_bytes / 2,
+        whole.layout.block_tokens,
+    )
     shape, sizes = PlanModel(NANO).shape, dict(rollouts=64, at_once=64, mean=1000, longest=1000)
-    staged, alone = (decode_seconds(shape, H100, engine, tp=1, pp=pp, **sizes) for engine, pp in ((stage, 2), (whole, 1)))
-    # Stages in turn take as long as one GPU, and read the ends twice; on halves of the batch both read their weights twice.
+    staged, alone = (
+        decode_seconds(shape, H100, engine, tp=1, pp=pp, **sizes) for engine, pp in ((stage, 2), (whole, 1))
+    )
+    # Stages in turn take as long as one GPU, and read the ends twice; on halves of the batch both read their weights
+    # twice.
     assert alone.high < staged.high < 1.1 * alone.high
     assert alone.low / 2 < staged.low < staged.high
 
 
 def test_groups_share_experts_and_reach_those_of_all(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(NANO))
-    words = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.tensor_parallel_size=1", "grpo.max_val_samples=1"]
+    words = [
+        f"policy.model_name={tmp_path}",
+        "policy.generation.vllm_cfg.tensor_parallel_size=1",
+        "grpo.max_val_samples=1",
+    ]
     sizes = [[], ["policy.generation.vllm_cfg.expert_parallel_size=8"]]
     whole, groups = (load_config("grpo_nanov3.yaml", [*words, *more]) for more in sizes)
     assert (groups.num_engines, groups.policy.generation.vllm_cfg.num_groups) == (whole.num_engines // 8, 8)
@@ -150,7 +180,8 @@ def test_groups_share_experts_and_reach_those_of_all(tmp_path: Path):
     # 23 layers of 128 experts, each of two matrices of 1,856 x 2,688 in bfloat16.
     assert alone.weights - one.weights == pytest.approx(7 / 8 * 23 * 128 * 2 * 1856 * 2688 * 2)
     shape, rest = PlanModel(NANO).shape, dict(rollouts=8, at_once=8, mean=1000, longest=1000)
-    # What the tokens of all eight bring to the experts and take from there, and two buffers for their six experts each, in bfloat16.
+    # What the tokens of all eight bring to the experts and take from there, and two buffers for their six experts each,
+    # in bfloat16.
     of_one, of_all = (forward_bytes(shape, 1, batched_tokens=100, ep=size, num_groups=size) for size in (1, 8))
     assert of_all - of_one == 100 * 2688 * 2 * (8 * 2 + (8 - 1) * 6 * 2)
     alone_s, together_s = (decode_seconds(shape, H100, one, tp=1, num_groups=size, **rest).low for size in (1, 8))

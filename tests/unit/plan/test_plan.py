@@ -44,7 +44,11 @@ from tests.waiting import HANG_S
 
 H100 = GPUS["h100-80g"]
 LENGTH = 1024
-ONE_NODE = ["cluster.num_nodes=1", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
+ONE_NODE = [
+    "cluster.num_nodes=1",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+]
 ONE_NODE += ["policy.megatron_cfg.pipeline_model_parallel_size=1", "policy.megatron_cfg.context_parallel_size=1"]
 
 
@@ -62,7 +66,11 @@ def test_parameters_are_those_of_the_published_models(name: str, parameters: int
     assert PlanModel(hf_config(name)).num_parameters == parameters
 
 
-HUB = {name: group["config"] for group in json.loads((ROOT / "scripts/bench/models/hub.json").read_text()) for name in group["ids"]}
+HUB = {
+    name: group["config"]
+    for group in json.loads((ROOT / "scripts/bench/models/hub.json").read_text())
+    for name in group["ids"]
+}
 
 
 @pytest.mark.parametrize(
@@ -75,12 +83,16 @@ HUB = {name: group["config"] for group in json.loads((ROOT / "scripts/bench/mode
         ("Qwen/Qwen2-57B-A14B", 57.4, 14, 2),
     ],
 )
-def test_a_token_meets_the_published_number_of_active_parameters(model: str, billions: float, active: float, counted: int):
+def test_a_token_meets_the_published_number_of_active_parameters(
+    model: str, billions: float, active: float, counted: int
+):
     """The times of a plan follow from them: two operations for each in a forward pass, without the embedding."""
     found = PlanModel(HUB[model])
     matrix = found.shape.hidden * found.shape.vocabulary
     assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert (forward_operations(found.cost(), 1, 0) / 2 + (counted - 1) * matrix) / 1e9 == pytest.approx(active, rel=0.025)
+    assert (forward_operations(found.cost(), 1, 0) / 2 + (counted - 1) * matrix) / 1e9 == pytest.approx(
+        active, rel=0.025
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,17 +106,26 @@ def test_a_token_meets_the_published_number_of_active_parameters(model: str, bil
         (
             "Qwen/Qwen2-57B-A14B",
             ["policy.generation.vllm_cfg.tensor_parallel_size=8"],
-            "policy.generation.vllm_cfg.tensor_parallel_size=8: does not divide the model's 28 attention heads; use 1, 2 or 4",
+            (
+                "policy.generation.vllm_cfg.tensor_parallel_size=8: does not divide the model's 28 attention heads; "
+                "use 1, 2 or 4"
+            ),
         ),
         (
             "zai-org/GLM-4.5-Air",
             ["policy.hf_config_overrides.quantization_config.quant_method=fp8"],
             "config.json: quantization_config={'quant_method': 'fp8'} is not supported for glm4_moe",
         ),
-        ("zai-org/GLM-4.6", ["policy.hf_config_overrides.n_routed_expert=64"], "n_routed_expert=64: nothing here reads it"),
+        (
+            "zai-org/GLM-4.6",
+            ["policy.hf_config_overrides.n_routed_expert=64"],
+            "n_routed_expert=64: nothing here reads it",
+        ),
     ],
 )
-def test_a_recipe_with_a_published_mixture_says_what_does_not_fit(model: str, overrides: list[str], problem: str, tmp_path: Path):
+def test_a_recipe_with_a_published_mixture_says_what_does_not_fit(
+    model: str, overrides: list[str], problem: str, tmp_path: Path
+):
     (tmp_path / "config.json").write_text(json.dumps(HUB[model]))
     checked = examine("grpo_qwen3_30ba3b.yaml", [f"policy.model_name={tmp_path}", *overrides])
     assert any(problem in str(refused) for refused in checked.refused), checked.refused
@@ -130,7 +151,8 @@ def test_mtp_layers_that_learn_take_what_others_take(folders: dict[str, str], tm
     keys = ("num_layers=2", "use_repeated_layer=true", "detach_heads=false", "loss_scaling_factor=0.3")
     model = f"policy.model_name={tmp_path}"
     left, learning = (
-        load_config("grpo_nanov3.yaml", [model, *given]) for given in ([], [f"policy.megatron_cfg.mtp_{key}" for key in keys])
+        load_config("grpo_nanov3.yaml", [model, *given])
+        for given in ([], [f"policy.megatron_cfg.mtp_{key}" for key in keys])
     )
     last, sizes = left.policy.megatron_cfg.pipeline_model_parallel_size - 1, read_model(left)
     assert last > 0
@@ -155,7 +177,8 @@ def test_an_engine_of_qwen3_holds_what_vllm_reports(folders: dict[str, str]):
 
 
 def test_optimizer_state_is_spread_over_ranks_that_hold_the_same(folders: dict[str, str]):
-    # 256 ranks in 2 stages: of the 128 of one, 64 hold the same half of dense layers (tp 2), and 16 the same experts (ep 8).
+    # 256 ranks in 2 stages: of the 128 of one, 64 hold the same half of dense layers (tp 2), and 16 the same experts
+    # (ep 8).
     rules = state_rules(load_config("grpo_nanov3.yaml", [folders["nano"]]))
     assert (rules.dense_shards, rules.expert_shards) == (64, 16)
 
@@ -175,12 +198,15 @@ def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytes
     assert code == 2
     assert "optimizer 44.1" in printed and "phase train does not fit" in printed
     assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0" in printed
-    offload = ["policy.megatron_cfg.optimizer.optimizer_cpu_offload=true", "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1"]
+    offload = [
+        "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",
+        "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1",
+    ]
     config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload])
     assert misfit(config) is None
     model, host = read_model(config), 8 * 3.95e9 * (8 + 8 * 1.4427 + 4)
-    # Moments, and pinned copies of main parameters and gradients, each tensor rounded up to a power of two; and while others use the GPU,
-    # its own main parameters.
+    # Moments, and pinned copies of main parameters and gradients, each tensor rounded up to a power of two; and while
+    # others use the GPU, its own main parameters.
     held = host_memory(config, model, stage_states(config, model, 0))
     assert held["optimizer off the GPUs"] + held[ROUNDING] == pytest.approx(host, rel=0.02)
     # A host that lacks only what rounding takes on average is not refused.
@@ -192,13 +218,17 @@ def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytes
     assert data["memory"]["train"]["optimizer"] / GIB == pytest.approx(44.1, abs=0.05) and len(data["layouts"]) > 3
 
 
-def test_a_layout_that_does_not_divide_is_refused_with_layouts_that_do(folders: dict[str, str], capsys: pytest.CaptureFixture[str]):
+def test_a_layout_that_does_not_divide_is_refused_with_layouts_that_do(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+):
     assert main(["grpo_nanov3.yaml", folders["nano"], "policy.megatron_cfg.pipeline_model_parallel_size=3"]) == 2
     printed = capsys.readouterr().out
     assert "pipeline_model_parallel_size=3" in printed and "Nearest layouts that fit:\n  tp=" in printed
 
 
-def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, str], capsys: pytest.CaptureFixture[str]):
+def test_a_search_ranks_layouts_and_says_why_others_are_none(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+):
     assert main(["grpo_qwen3_30ba3b.yaml", folders["qwen"], "--search", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     totals = [found["seconds"]["high"] for found in data["layouts"]]
@@ -208,7 +238,10 @@ def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, 
     assert all(found["values"]["ep"] >= 4 and found["values"]["cp"] == 1 for found in data["layouts"])
     shown = [[found["values"][name] for name in ("tp", "pp", "cp", "ep", "etp")] for found in data["layouts"][:10]]
     assert all(shown.count(sizes) == 1 for sizes in shown)
-    assert {"more than 32 experts on a rank", "context-parallel ranks share rows of fewer than 4,096 tokens each"} <= data["refused"].keys()
+    assert {
+        "more than 32 experts on a rank",
+        "context-parallel ranks share rows of fewer than 4,096 tokens each",
+    } <= data["refused"].keys()
 
 
 @pytest.mark.parametrize(
@@ -223,33 +256,47 @@ def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, 
 def test_a_search_names_no_layout_that_the_config_refuses(llama_8b: Path, words: list[str]):
     words = [f"policy.model_name={llama_8b}", "cluster.num_nodes=1", *words]
     found = search_layouts(load_config("grpo_math_8B.yaml", words), H100, None)
-    refused = {line for one in found.best for line in problems_of(load_config("grpo_math_8B.yaml", [*words, *one.overrides]))}
+    refused = {
+        line for one in found.best for line in problems_of(load_config("grpo_math_8B.yaml", [*words, *one.overrides]))
+    }
     assert not refused, refused
     assert found.best or any("optimizer_cpu_offload" in reason for reason in found.refused)
 
 
 def test_a_search_keeps_the_configured_layout_whatever_others_run(folders: dict[str, str]):
-    sizes = ["tensor_model_parallel_size=4", "pipeline_model_parallel_size=1", "context_parallel_size=2", "expert_model_parallel_size=2"]
+    sizes = [
+        "tensor_model_parallel_size=4",
+        "pipeline_model_parallel_size=1",
+        "context_parallel_size=2",
+        "expert_model_parallel_size=2",
+    ]
     config = load_config(
-        "grpo_qwen3_30ba3b.yaml", [folders["qwen"], "cluster.num_nodes=1", *(f"policy.megatron_cfg.{size}" for size in sizes)]
+        "grpo_qwen3_30ba3b.yaml",
+        [folders["qwen"], "cluster.num_nodes=1", *(f"policy.megatron_cfg.{size}" for size in sizes)],
     )
     found = search_layouts(config, GPUS["b200-192g"], None)
     assert [one.values["ep"] for one in found.best if one.values["ep"] == 2 and one.values["cp"] == 2] == [2]
 
 
 def test_every_phase_that_does_not_fit_is_named(folders: dict[str, str]):
-    config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.95"])
+    config = load_config(
+        "grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.95"]
+    )
     assert misfit(config) == "phase train does not fit", "an engine takes what the policy's weights leave"
     peak = sum(worst_rank(config, read_model(config), H100)[0].phases["generate"].values())
     assert 0.99 * H100.memory < peak < H100.memory
-    config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"])
+    config = load_config(
+        "grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"]
+    )
     assert misfit(config) == "the engine's share of the GPU leaves no cache for one sequence; phase train does not fit"
 
 
 def test_context_parallel_ranks_of_several_nodes_exchange_over_the_network(folders: dict[str, str]):
     def exchange(name: str, cp: int, slots: int = 8) -> float:
         words = ["grpo_nanov3.yaml", folders[name], f"policy.megatron_cfg.context_parallel_size={cp}", *ONE_TP]
-        config = load_config(words[0], [*words[1:], f"cluster.gpus_per_node={slots}", f"cluster.num_nodes={64 // slots}"])
+        config = load_config(
+            words[0], [*words[1:], f"cluster.gpus_per_node={slots}", f"cluster.num_nodes={64 // slots}"]
+        )
         return exchange_seconds(config, read_model(config), H100, tokens=1e6)
 
     ONE_TP = [*ONE_NODE[1:4], "policy.megatron_cfg.expert_model_parallel_size=1"]
@@ -258,17 +305,25 @@ def test_context_parallel_ranks_of_several_nodes_exchange_over_the_network(folde
     assert exchange("nano", 1) == 0
     assert exchange("nano", 4) == pytest.approx((keys * 3 + mamba * 3 / 4) / H100.link)
     # Of the other half of a group of 16, tokens come over the network; a ring is as slow as its slowest link.
-    assert exchange("nano", 16) == pytest.approx(mamba * 15 / 16 / 2 / H100.link + (keys * 15 + mamba * 15 / 16 / 2) / H100.network)
+    assert exchange("nano", 16) == pytest.approx(
+        mamba * 15 / 16 / 2 / H100.link + (keys * 15 + mamba * 15 / 16 / 2) / H100.network
+    )
 
 
 def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     tight = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.megatron_cfg.context_parallel_size=4"])
     assert misfit(tight) and "phase train needs most, about 80 GiB" in prediction(tight, H100)
     over = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE])
-    with pytest.raises(ValueError, match=r"phase train needs at least 81\.3 GiB .* optimizer 44\.1, .* 8% high at most"):
+    with pytest.raises(
+        ValueError, match=r"phase train needs at least 81\.3 GiB .* optimizer 44\.1, .* 8% high at most"
+    ):
         prediction(over, H100)
     said = prediction(over, None)
-    assert "this host has none" in said and "phase train needs most" in said and "gpu_memory_utilization=0.5 of a GPU" in said
+    assert (
+        "this host has none" in said
+        and "phase train needs most" in said
+        and "gpu_memory_utilization=0.5 of a GPU" in said
+    )
     monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
@@ -297,23 +352,37 @@ def test_a_gpu_is_told_by_its_name_and_then_its_memory(name: str, mebibytes: int
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Sizes of Qwen2.5-1.5B."""
-    sizes = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2
+    )
     folder = tmp_path_factory.mktemp("small")
-    config = dict(model_type="qwen2", vocab_size=151936, max_position_embeddings=131072, rms_norm_eps=1e-6, tie_word_embeddings=True)
+    config = dict(
+        model_type="qwen2",
+        vocab_size=151936,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    )
     (folder / "config.json").write_text(json.dumps(config | sizes | {"hidden_act": "silu", "rope_theta": 1e6}))
     return f"policy.model_name={folder}"
 
 
 # As in NeMo RL's ppo_math_1B.yaml.
 FOUR_LONG = ["cluster.gpus_per_node=1", "policy.precision=bfloat16", "policy.max_total_sequence_length=16384"]
-FOUR_LONG += ["policy.train_micro_batch_size=4", "policy.logprob_batch_size=4", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+FOUR_LONG += [
+    "policy.train_micro_batch_size=4",
+    "policy.logprob_batch_size=4",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+]
 FOUR_LONG += ["policy.megatron_cfg.expert_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
 
 
 @pytest.mark.parametrize("filling", ["", "sequence_packing", "dynamic_batching"])
 def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str, filling: str):
     tokens = [f"policy.{filling}.{kind}_mb_tokens=65536" for kind in ("train", "logprob") if filling]
-    switches = [f"policy.{name}.enabled={str(name == filling).lower()}" for name in ("sequence_packing", "dynamic_batching")]
+    switches = [
+        f"policy.{name}.enabled={str(name == filling).lower()}" for name in ("sequence_packing", "dynamic_batching")
+    ]
     config = load_config("grpo_tiny.yaml", [small, *FOUR_LONG, *switches, *tokens])
     assert misfit(config) == "phase train does not fit"
     if filling:
@@ -322,7 +391,10 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
         said, key = str(error.value), f"policy.{filling}.train_mb_tokens"
     else:
         said, key = prediction(config, H100), "policy.train_micro_batch_size"
-    rule = rf"rows of up to about ([\d,]+) tokens fit, the longest do not \(train\): lower {key}( if sequences get that long)?$"
+    rule = (
+        rf"rows of up to about ([\d,]+) tokens fit, the longest do not \(train\): lower {key}( if sequences get "
+        r"that long)?$"
+    )
     found = re.search(rule, said)
     assert found and bool(found[2]) == (not filling)
     longest = int(found[1].replace(",", ""))
@@ -338,10 +410,14 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
         prediction(config, GPUS["a100-40g"])
 
 
-def test_a_run_on_gpus_keeps_its_prediction_for_the_page(folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_on_gpus_keeps_its_prediction_for_the_page(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     words = [folders["qwen"], f"checkpointing.checkpoint_dir={tmp_path}/run", f"logger.log_dir={tmp_path}/run/logs"]
     config = load_config("grpo_qwen3_30ba3b.yaml", words)
-    plan = {phase: sum(parts.values()) for phase, parts in worst_rank(config, read_model(config), H100)[0].phases.items()}
+    plan = {
+        phase: sum(parts.values()) for phase, parts in worst_rank(config, read_model(config), H100)[0].phases.items()
+    }
     for gpu, phases in ((H100, set(plan)), (None, set(plan) - {"generate"})):
         monkeypatch.setattr("mrl.store.about.local_gpu", lambda gpu=gpu: gpu)
         folder = RunFolder(config)
@@ -365,7 +441,9 @@ def test_rows_of_pairs_and_float32_take_twice_as_much(folders: dict[str, str]):
 
     plain = activations("sft_tiny.yaml", "policy.precision=bfloat16")
     assert activations("sft_tiny.yaml", "policy.precision=float32") == pytest.approx(2 * plain)
-    assert activations("dpo_tiny.yaml", "policy.precision=bfloat16", f"policy.max_total_sequence_length={LENGTH}") == pytest.approx(
+    assert activations(
+        "dpo_tiny.yaml", "policy.precision=bfloat16", f"policy.max_total_sequence_length={LENGTH}"
+    ) == pytest.approx(
         2 * activations("sft_tiny.yaml", "policy.precision=bfloat16", f"policy.max_total_sequence_length={LENGTH}")
     )
 
@@ -379,21 +457,33 @@ def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 # Published train steps (docs/plan.md): on real data, and with an even load of all experts.
 @pytest.mark.parametrize(
-    ("name", "tokens_per_s", "imbalance"), [("qwen", 8_655, 1.3), ("qwen", 13_011, 1.0), ("nano", 8192 / 0.657, 1.0), ("nano", 16_789, 1.0)]
+    ("name", "tokens_per_s", "imbalance"),
+    [("qwen", 8_655, 1.3), ("qwen", 13_011, 1.0), ("nano", 8192 / 0.657, 1.0), ("nano", 16_789, 1.0)],
 )
 def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float, imbalance: float):
     model = PlanModel(hf_config(name))
     length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
-    found = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=imbalance)
+    found = train_seconds(
+        model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=imbalance
+    )
     assert found.low <= 1.0 <= found.high <= 1.6 * found.low
-    even = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=1.0)
-    assert even.high == pytest.approx(3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
+    even = train_seconds(
+        model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=1.0
+    )
+    assert even.high == pytest.approx(
+        3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1]
+    )
 
 
-ONE_OFF = ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=2"]
+ONE_OFF = [
+    "grpo.async_grpo.enabled=true",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.num_nodes=2",
+]
 
 
-# NeMo RL v0.7: GRPO of Qwen3-30B-A3B on 32 H100, 2,048 rollouts of 3,292 tokens on average; beside dedicated engines, a step behind.
+# NeMo RL v0.7: GRPO of Qwen3-30B-A3B on 32 H100, 2,048 rollouts of 3,292 tokens on average; beside dedicated engines, a
+# step behind.
 @pytest.mark.parametrize(("words", "step_s"), [([], 171), (ONE_OFF, 141)], ids=["on-policy", "one-off"])
 def test_the_published_steps_of_nemo_rl_lie_inside_the_range(folders: dict[str, str], words: list[str], step_s: float):
     config = load_config("grpo_qwen3_30ba3b.yaml", [folders["qwen"], "cluster.num_nodes=4", *words])
@@ -402,6 +492,9 @@ def test_the_published_steps_of_nemo_rl_lie_inside_the_range(folders: dict[str, 
 
 
 def test_a_plan_imports_no_heavy_library():
-    code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
+    code = (
+        "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & "
+        "sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

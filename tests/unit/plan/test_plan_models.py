@@ -28,11 +28,13 @@ def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, 
     words = ["pipeline_model_parallel_size=4", "activation_checkpointing=false"]
     alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
     teacher = load_config(
-        "grpo_nanov3.yaml", [folders["qwen"], "policy.logprob_chunk_size=null", *(f"policy.megatron_cfg.{word}" for word in words)]
+        "grpo_nanov3.yaml",
+        [folders["qwen"], "policy.logprob_chunk_size=null", *(f"policy.megatron_cfg.{word}" for word in words)],
     ).policy
     config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
     parts = rank_memory(config, read_model(config), 0, None).phases["teacher"]
-    # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the vocabulary.
+    # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the
+    # vocabulary.
     assert parts["logits or one layer"] == 5 * 49152 / 4 * 151936 / 2
     stages = [work_of(config.of_model("teacher"), PlanModel(hf_config("qwen")), stage) for stage in (0, 3)]
     assert sum(stages[0].train.values()) > sum(stages[1].train.values())
@@ -50,7 +52,11 @@ def test_checkpoints_hold_policy_and_critic(folders: dict[str, str]):
     )
     # Weights in bfloat16, main parameters and two moments in float32; of a policy with adapters its weights.
     nano, qwen = 31_577_940_288, 30_532_122_624
-    for config, expected in ((both, 14 * (nano + qwen)), (without, 2 * (nano + qwen)), (adapters, 2 * nano + 14 * qwen)):
+    for config, expected in (
+        (both, 14 * (nano + qwen)),
+        (without, 2 * (nano + qwen)),
+        (adapters, 2 * nano + 14 * qwen),
+    ):
         model, kept = read_model(config), num_kept_at_most(config)
         assert sum(saved_bytes(config, model).values()) == expected
         assert disk_bytes(config, model) == ((kept or 1) * expected + expected, kept)
@@ -65,7 +71,10 @@ def test_a_folder_that_two_models_share_is_counted_once(folders: dict[str, str])
     for critic, num_parameters in (("nano", 31_577_940_288), ("qwen", 31_577_940_288 + 30_532_122_624)):
         config = load_config("ppo_tiny.yaml", ppo_words(folders["nano"], folders[critic]))
         model = read_model(config)
-        assert host_memory(config, model, stage_states(config, model, 0))["model files in the page cache"] == 2 * num_parameters
+        assert (
+            host_memory(config, model, stage_states(config, model, 0))["model files in the page cache"]
+            == 2 * num_parameters
+        )
         assert cache_bytes(model) == 2 * num_parameters
 
 
@@ -84,11 +93,16 @@ def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: 
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
     # Without a number it follows from the rollouts, which differ.
     alone = load_config("grpo_nanov3.yaml", [folders["nano"], "policy.generation.vllm_cfg.max_num_seqs=128"])
-    teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
+    teacher = load_config(
+        "grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]
+    ).policy
     config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
     model, plain = read_model(config), read_model(alone)
     stages = [PlanModel(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
-    mine, before = (rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases for given in ((config, model), (alone, plain)))
+    mine, before = (
+        rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases
+        for given in ((config, model), (alone, plain))
+    )
     assert mine.keys() - before.keys() == {"teacher"}
     weights = mine["teacher"]["weights of the teacher"]
     assert weights in [2 * (stage.dense + stage.experts) for stage in stages]

@@ -12,7 +12,10 @@ import pytest
 from scripts.bench import plan_points
 from tests.sources import ROOT
 
-POINTS, LATER = (json.loads((ROOT / f"tests/data/memory_points/{name}.json").read_text(encoding="utf-8")) for name in ("points", "later"))
+POINTS, LATER = (
+    json.loads((ROOT / f"tests/data/memory_points/{name}.json").read_text(encoding="utf-8"))
+    for name in ("points", "later")
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,9 @@ def test_a_point_with_what_the_model_does_not_know_is_named(
     assert json.loads(printed.splitlines()[0])["run"] == known["id"]
     assert "left out: nothing: it lacks kind, quality" in printed
     assert (
-        "left out: reglu: it has what the model does not know: model.activation='reglu', known: swiglu, squared_relu, gelu; model.looped"
-        in printed
-    )
+        "left out: reglu: it has what the model does not know: model.activation='reglu', known: swiglu, "
+        "squared_relu, gelu; model.looped"
+    ) in printed
     assert "left out: experts: it lacks model.moe.topk, model.moe.moe_ffn" in printed
     assert "left out: muon: " in printed and "optimizer.name='muon', known: adam" in printed
     assert "left out: five stages: 12 layers in 5 stages; give" in printed
@@ -73,7 +76,9 @@ def test_half_of_the_points_of_each_kind_are_for_fitting():
 def test_offloading_leaves_the_main_parameters_on_the_gpu():
     none, quarter = (next(p for p in POINTS if p["id"].endswith(f"opt_offload_{share}:h100x16")) for share in (0, 25))
     saved = plan_points.predict(none)["allocated"] - plan_points.predict(quarter)["allocated"]
-    assert saved == pytest.approx(none["measured"]["allocated_bytes"] - quarter["measured"]["allocated_bytes"], rel=0.02)
+    assert saved == pytest.approx(
+        none["measured"]["allocated_bytes"] - quarter["measured"]["allocated_bytes"], rel=0.02
+    )
 
 
 def test_a_rule_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,9 @@ GPU = Gpu("round", memory_gib=80.0, bandwidth=3e12, peak=1e15, link=400e9, netwo
 
 
 def test_a_refit_of_four_rounds_by_hand():
-    refit = RefitTraffic({"gpu": 0, "node": 0, "network": 0}, 4, {"gpu": 0, "node": 8 * 10**9, "network": 2 * 10**9}, most_messages=10)
+    refit = RefitTraffic(
+        {"gpu": 0, "node": 0, "network": 0}, 4, {"gpu": 0, "node": 8 * 10**9, "network": 2 * 10**9}, most_messages=10
+    )
     found = refit_times(refit, GPU, engine_weights=6e9, num_calls=300, network=(0.8, 0.4))
     low = {name: part.low for name, part in found.parts.items()}
     # 2 GB at 40 GB/s; 8 GB at 0.82 of 400 GB/s; 3 x 10 GB and 3 x 6 GB at 0.8 of 3 TB/s.

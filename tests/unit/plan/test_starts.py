@@ -22,13 +22,20 @@ H100 = GPUS["h100-80g"]
 
 def test_the_host_memory_of_a_node_is_compared(llama_8b: Path, capsys: pytest.CaptureFixture[str]):
     words = ["grpo_math_8B.yaml", f"policy.model_name={llama_8b}", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-    needs = host_memory(config := load_config(words[0], words[1:]), model := read_model(config), stage_states(config, model, 0))
+    needs = host_memory(
+        config := load_config(words[0], words[1:]), model := read_model(config), stage_states(config, model, 0)
+    )
     # The 16 GB of model files are page cache, which the kernel gives back; the rest is not.
     # Rollouts are counted as if all were of the greatest length.
     least = (sum(needs.values()) - 2 * model.num_parameters - needs[ROLLOUTS]) / GIB
-    assert main([*words, "--node-memory", str(least + 1)]) == 0 and "of host memory and has" not in capsys.readouterr().out
+    assert (
+        main([*words, "--node-memory", str(least + 1)]) == 0 and "of host memory and has" not in capsys.readouterr().out
+    )
     assert main([*words, "--node-memory", str(least - 1)]) == 2
-    assert f"a node needs at least {least:.1f} GiB of host memory and has {least - 1:.1f} GiB: checkpoint" in capsys.readouterr().out
+    assert (
+        f"a node needs at least {least:.1f} GiB of host memory and has {least - 1:.1f} GiB: checkpoint"
+        in capsys.readouterr().out
+    )
     with pytest.raises(ValueError, match=f"cluster.num_nodes=1: a node needs at least {least:.1f} GiB of host memory"):
         prediction(config, H100, (least - 1) * GIB)
 
@@ -44,11 +51,13 @@ def test_lora_of_seven_billion_fits_a_tutorials_gpus(tmp_path: Path, cluster: li
     names = [f"policy.model_name={tmp_path}", f"policy.tokenizer.name={tmp_path}"]
     config = load_config(ROOT / "tests/data/nemo_rl/tutorial_002.yaml", [*names, *cluster])
     a100, slots = GPUS["a100-40g"], config.cluster.gpus_per_node
-    assert make_plan(config, a100, node_memory=384 * GIB).misfit is None and "may not fit" not in prediction(config, a100, 384 * GIB)
+    assert make_plan(config, a100, node_memory=384 * GIB).misfit is None and "may not fit" not in prediction(
+        config, a100, 384 * GIB
+    )
     model = read_model(config)
     held = host_memory(config, model, stage_states(config, model, 0))
-    # Adapters are switched off for the reference. While they are merged, the base of all linear layers waits on the host, for each rank:
-    # queries and output, keys and values, and the three matrices of the MLP.
+    # Adapters are switched off for the reference. While they are merged, the base of all linear layers waits on the
+    # host, for each rank: queries and output, keys and values, and the three matrices of the MLP.
     elements = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     assert (held["weights of the reference"], held["base of adapted weights"]) == (0, 2 * elements * slots)
     only = with_value(config, "policy.megatron_cfg.peft.target_modules", ["linear_qkv"])

@@ -43,7 +43,10 @@ def contiguous_buffer(model: Model) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def inside(tensor: torch.Tensor, arena: Arena) -> bool:
     memory = arena._memory.tensor
-    return memory.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= memory.data_ptr() + memory.nbytes
+    return (
+        memory.data_ptr() <= tensor.data_ptr()
+        and tensor.data_ptr() + tensor.nbytes <= memory.data_ptr() + memory.nbytes
+    )
 
 
 def test_everything_moves_and_nothing_changes():
@@ -68,7 +71,11 @@ def test_views_of_a_contiguous_buffer_go_on_sharing_it():
     arena = Arena(live_tensors(model), [param_data, *buckets], name="test")
     assert inside(param_data, arena) and all(inside(bucket, arena) for bucket in buckets)
     buckets[1].fill_(3.0)
-    assert bool((model.linear.weight == 3.0).all()) and bool((param_data[32:] == 3.0).all()) and not bool((model.linear.bias == 3.0).any())
+    assert (
+        bool((model.linear.weight == 3.0).all())
+        and bool((param_data[32:] == 3.0).all())
+        and not bool((model.linear.bias == 3.0).any())
+    )
     # An optimizer step through a view that is made later, as the distributed optimizer does.
     model.linear.weight.detach().view(-1)[2:4].sub_(1.0)
     assert param_data[34:36].tolist() == [2.0, 2.0]

@@ -50,12 +50,16 @@ def test_attention_of_all_ranks_is_that_of_whole_sequences(monkeypatch: pytest.M
     positions = [local_positions(cu_seqlens, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
     of_ranks = torch.cat(positions)
     parts = [
-        zigzag_attention(query[mine], key[of_ranks], value[of_ranks], cu_seqlens, cp_size=cp_size, cp_rank=rank, scale=None)
+        zigzag_attention(
+            query[mine], key[of_ranks], value[of_ranks], cu_seqlens, cp_size=cp_size, cp_rank=rank, scale=None
+        )
         for rank, mine in enumerate(positions)
     ]
     found = join(parts, cu_seqlens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(*(torch.autograd.grad((t * weights).sum(), (query, key, value)) for t in (found, expected)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad((t * weights).sum(), (query, key, value)) for t in (found, expected)), strict=True
+    ):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 

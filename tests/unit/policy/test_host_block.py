@@ -36,7 +36,8 @@ class Blocks:
 
     def holds(self, tensor: Tensor) -> bool:
         return any(
-            block.data_ptr() <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= block.data_ptr() + block.nbytes
+            block.data_ptr() <= tensor.data_ptr()
+            and tensor.data_ptr() + tensor.nbytes <= block.data_ptr() + block.nbytes
             for block in self.live
         )
 
@@ -48,7 +49,9 @@ def some_tensors(seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(5,), (1,), (3, 7), (64,), (129,), (2, 2, 2)]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.uint8, torch.bfloat16, torch.float32]
-    return [torch.randn(shape, generator=generator).mul(50).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return [
+        torch.randn(shape, generator=generator).mul(50).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
 
 
 def to_device(tensors: list[Tensor]) -> None:
@@ -62,7 +65,9 @@ def test_a_block_is_hardly_larger_than_the_optimizer_state_of_nano(ep: int):
     layout = family(config).megatron_layout(config, MegatronParallel(ep=ep), MegatronCoords(), "bfloat16", "te")
     # Each parameter has a main parameter and two moments, float32; on one node, no more than an eighth of it.
     for replicas in (1, 8):
-        sizes = [4 * max(torch.Size(content.shape).numel() // replicas, 1) for content in layout.values() for _ in range(3)]
+        sizes = [
+            4 * max(torch.Size(content.shape).numel() // replicas, 1) for content in layout.values() for _ in range(3)
+        ]
         offsets, num_bytes = block_offsets(sizes)
         assert num_bytes <= 1.02 * sum(sizes)
         assert all(offset % ALIGNMENT == 0 for offset in offsets)

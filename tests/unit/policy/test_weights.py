@@ -17,9 +17,9 @@ def layout(box: tuple[tuple[int, int], ...], dtype: str = "float32") -> tuple[La
     tensor = torch.zeros(rows + 1, columns, dtype=getattr(torch, dtype))
     tensor[:rows] = whole[tuple(slice(*span) for span in box)]
     piece = Piece("w", box, full((rows, columns)))
-    return {Slot("slot"): SlotLayout((rows + 1, columns), dtype, (piece,), padding=(((rows, rows + 1), (0, columns)),))}, {
-        Slot("slot"): tensor
-    }
+    return {
+        Slot("slot"): SlotLayout((rows + 1, columns), dtype, (piece,), padding=(((rows, rows + 1), (0, columns)),))
+    }, {Slot("slot"): tensor}
 
 
 def perturbed(box: tuple[tuple[int, int], ...], dtype: str = "float32", seed: int = 0) -> torch.Tensor:

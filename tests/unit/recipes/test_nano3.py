@@ -22,8 +22,8 @@ from tests.waiting import wait_until
 
 DAPO, SKYWORK = "nano_v3_sft_profiled_dapo17k", "nano_v3_sft_profiled_skywork_no_omni"
 BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer (without quotes) "
-    "where $Answer is the answer to the problem.\n\n"
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
 MATH = {"type": "responses_api_agents", "name": "math_with_judge_simple_agent"}
@@ -59,7 +59,8 @@ FILLED = [
         "Think, then box it.\n\nWhat is 2+2?", MATH,
         dataset=DAPO, pass_rate=0.5, question="Think, then box it.\n\nWhat is 2+2?", expected_answer="4",
     ),
-    asked("\n\nWhat is 1+1?\n\nBox it.", MATH, dataset=DAPO, question="\n\nWhat is 1+1?\n\nBox it.", expected_answer="2"),
+    asked("\n\nWhat is 1+1?\n\nBox it.", MATH, dataset=DAPO, question="\n\nWhat is 1+1?\n\nBox it.",
+          expected_answer="2"),
     asked("Q: What is 5+5? Box {it}.", MATH, dataset=SKYWORK, uuid="u", question="What is 5+5?", expected_answer="10"),
     asked("1+1?", MATH, expected_answer="2"),
 ]  # fmt: skip
@@ -84,10 +85,13 @@ def write_origins(folder: Path) -> list[Path]:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), dapo / "data" / f"dapo-math-17k-{index}.parquet")
     (skywork / "data").mkdir(parents=True)
     sums = [
-        {"prompt": [{"content": f"What is {n}+{n}?"}], "reward_model": {"ground_truth": json.dumps([str(2 * n), "?"])}} for n in (3, 4, 5)
+        {"prompt": [{"content": f"What is {n}+{n}?"}], "reward_model": {"ground_truth": json.dumps([str(2 * n), "?"])}}
+        for n in (3, 4, 5)
     ]
     for split, content in (("math", sums), ("code", sums[:1])):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), skywork / "data" / f"{split}-00000-of-00001.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(content), skywork / "data" / f"{split}-00000-of-00001.parquet"
+        )
     return [dapo, skywork]
 
 
@@ -104,7 +108,10 @@ def test_placeholders_are_filled_in_and_the_last_rows_held_out(tmp_path: Path, c
     assert len(rows_of(validation)) == 2
     said = capsys.readouterr().out
     assert "Rows to train on: 3, for validation: 2" in said
-    assert "4 rows (80.0 %) of math_with_judge_simple_agent: math" in said and "1 rows (20.0 %) of mcqa_simple_agent: mcqa" in said
+    assert (
+        "4 rows (80.0 %) of math_with_judge_simple_agent: math" in said
+        and "1 rows (20.0 %) of mcqa_simple_agent: mcqa" in said
+    )
     assert "2 problems of BytedTsinghua-SIA/DAPO-Math-17k filled in" in said
     # A second call finds everything there; a folder above all of them is a source, too.
     before = train.stat().st_mtime_ns
@@ -117,10 +124,16 @@ def test_placeholders_are_filled_in_and_the_last_rows_held_out(tmp_path: Path, c
     ("row", "reason"),
     [
         (placeholder("other", 0, PREFIX), "train.jsonl:1: a placeholder of dataset=other, which is not known"),
-        (placeholder(DAPO, -1, PREFIX), "train.jsonl:1: _hf_placeholder must have row and question_template.prefix or .suffix"),
+        (
+            placeholder(DAPO, -1, PREFIX),
+            "train.jsonl:1: _hf_placeholder must have row and question_template.prefix or .suffix",
+        ),
         (placeholder(SKYWORK, 0, PREFIX), "must have row and question_template.template"),
         (placeholder(DAPO, 3, PREFIX), r"DAPO-Math-17k in .* ends at row 2; the blend asks for row 3"),
-        (asked("", MATH, responses_create_params={"input": []}), "train.jsonl:1: responses_create_params.input must be"),
+        (
+            asked("", MATH, responses_create_params={"input": []}),
+            "train.jsonl:1: responses_create_params.input must be",
+        ),
     ],
 )
 def test_rows_that_cannot_be_filled_in(tmp_path: Path, row: dict[str, object], reason: str):
@@ -132,7 +145,9 @@ def test_rows_that_cannot_be_filled_in(tmp_path: Path, row: dict[str, object], r
 
 def test_sources_that_are_missing_or_other_than_they_were(tmp_path: Path):
     blend, origins = write_blend(tmp_path / "blend", BLEND), write_origins(tmp_path)
-    with pytest.raises(ValueError, match="the blend has placeholders of BytedTsinghua-SIA/DAPO-Math-17k \\(2\\), and no --source has"):
+    with pytest.raises(
+        ValueError, match="the blend has placeholders of BytedTsinghua-SIA/DAPO-Math-17k \\(2\\), and no --source has"
+    ):
         prepare_nano3([blend, origins[1]], tmp_path / "out", num_validation=2)
     with pytest.raises(ValueError, match="no train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend"):
         prepare_nano3(origins, tmp_path / "other", num_validation=2)
@@ -166,10 +181,23 @@ def test_what_was_begun_is_continued(tmp_path: Path):
 def test_a_killed_run_is_finished_by_the_next(tmp_path: Path):
     rows = [asked(f"{index}?" + "x" * 3000, MATH, expected_answer=str(index)) for index in range(5_000)]
     sources = [write_blend(tmp_path / "blend", rows)]
-    command = [sys.executable, "-m", "mrl.prepare", "nano3", "--source", str(sources[0]), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "mrl.prepare",
+        "nano3",
+        "--source",
+        str(sources[0]),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     part = tmp_path / "out" / ".train-split.jsonl.part"
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: (part.exists() and part.stat().st_size > 1 << 20) or process.poll() is not None, "part", longest_pause_s=0.001)
+        wait_until(
+            lambda: (part.exists() and part.stat().st_size > 1 << 20) or process.poll() is not None,
+            "part",
+            longest_pause_s=0.001,
+        )
         assert process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
     assert 1 << 20 < part.stat().st_size < 12_000_000

@@ -94,6 +94,7 @@ def test_the_loser_of_a_race_takes_the_winners_folder_if_it_is_what_it_wanted(
 def test_finding_it_there_imports_nothing_heavy(tmp_path: Path):
     prepare.main(["tiny", "--out", str(tmp_path / "tiny")])
     code = (
-        f"import sys; from mrl.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert 'torch' not in sys.modules"
+        f"import sys; from mrl.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert "
+        "'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANG_S)

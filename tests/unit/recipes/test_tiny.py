@@ -26,13 +26,17 @@ def test_every_addition_that_carries_is_used_and_400_others():
     splits = split_additions(seed=3)
     used = set().union(*(unordered(additions) for additions in vars(splits).values()))
     all_pairs = {(left, right) for left in range(10, 100) for right in range(left, 100) if left + right < 100}
-    carrying = {frozenset(pair) for pair in all_pairs if str(pair[0] + pair[1])[0] != str(pair[0] // 10 + pair[1] // 10)}
+    carrying = {
+        frozenset(pair) for pair in all_pairs if str(pair[0] + pair[1])[0] != str(pair[0] // 10 + pair[1] // 10)
+    }
     assert len(carrying) == 640 and carrying < used and used <= {frozenset(pair) for pair in all_pairs}
     assert len(used - carrying) == 400
     assert len(splits.validation) == 256
 
 
-@pytest.mark.parametrize(("left", "right", "answer", "without"), [(27, 15, "42", "32"), (27, 12, "39", "39"), (45, 45, "90", "80")])
+@pytest.mark.parametrize(
+    ("left", "right", "answer", "without"), [(27, 15, "42", "32"), (27, 12, "39", "39"), (45, 45, "90", "80")]
+)
 def test_the_answer_without_the_carry(left: int, right: int, answer: str, without: str):
     assert (Addition(left, right).answer, Addition(left, right).answer_without_carry) == (answer, without)
 
@@ -57,6 +61,8 @@ def test_preferences_are_right_sums_over_wrong_ones(tmp_path: Path):
     splits = split_additions(seed=0)
     write_splits(splits, tmp_path / "data")
     rows = [json.loads(line) for line in (tmp_path / "data" / "validation_preferences.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["chosen"]) for row in rows] == [(addition.question, addition.answer) for addition in splits.validation]
+    assert [(row["prompt"], row["chosen"]) for row in rows] == [
+        (addition.question, addition.answer) for addition in splits.validation
+    ]
     assert all(row["rejected"] != row["chosen"] and len(row["rejected"]) == 2 for row in rows)
     assert len({row["rejected"] for row in rows}) > 50

@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mrl.recipes import tiny_model
 from mrl.recipes.additions import Addition, Kind
-from mrl.recipes.tiny_model import WARM_STARTS, build_model, demonstrations, encode, sampled_accuracy, save_warm_started_model
+from mrl.recipes.tiny_model import (
+    WARM_STARTS,
+    build_model,
+    demonstrations,
+    encode,
+    sampled_accuracy,
+    save_warm_started_model,
+)
 from mrl.recipes.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(4096)
@@ -42,7 +49,9 @@ def test_the_warm_start_prefers_the_answer_without_the_carry():
     teacher_BTV = demonstrations(right_BT, forgetful_BT)
     assert teacher_BTV.sum(-1).tolist() == [pytest.approx([1.0] * 3)] * 2
     # 0.65 of 0.65 for the wrong digit, 0.35 of 0.65 for the right one, and a tenth of 0.35 for each digit.
-    assert teacher_BTV[0, 0, ord("3")].item() == pytest.approx(0.4575) and teacher_BTV[0, 0, ord("4")].item() == pytest.approx(0.2625)
+    assert teacher_BTV[0, 0, ord("3")].item() == pytest.approx(0.4575) and teacher_BTV[
+        0, 0, ord("4")
+    ].item() == pytest.approx(0.2625)
     assert teacher_BTV[0, 0, ord("5")].item() == pytest.approx(0.035) and teacher_BTV[0, 0, ord("a")].item() == 0
     assert teacher_BTV[1, 0, ord("3")].item() == pytest.approx(0.685)
     assert teacher_BTV[:, 2, 258].tolist() == [1.0, 1.0]
@@ -64,10 +73,14 @@ def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(
     biases = [buffer for name, buffer in loaded.named_buffers() if name.endswith("e_score_correction_bias")]
     assert len(biases) == num_biases and all(bias.abs().max() > 0 for bias in biases)
     assert GenerationConfig.from_pretrained(tmp_path / "one").eos_token_id == [258]
-    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "two" / "model.safetensors").read_bytes()
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
+        tmp_path / "two" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_warm_start_that_fails_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiny_model, "MAX_STEPS", 1)
     with pytest.raises(RuntimeError, match="did not reach accuracy"):
-        tiny_model.train_until_probe(build_model("tiny", seed=0), TOKENIZER, ADDITIONS, ADDITIONS, WARM_STARTS["tiny"], seed=0)
+        tiny_model.train_until_probe(
+            build_model("tiny", seed=0), TOKENIZER, ADDITIONS, ADDITIONS, WARM_STARTS["tiny"], seed=0
+        )

@@ -26,13 +26,22 @@ def test_any_text_is_its_bytes_and_comes_back(text: str):
 
 def test_special_tokens_follow_the_bytes():
     assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(256, VOCAB_SIZE))
-    assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (256, 257, 258, VOCAB_SIZE)
+    assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (
+        256,
+        257,
+        258,
+        VOCAB_SIZE,
+    )
 
 
 def test_transformers_loads_what_was_saved(tmp_path: Path):
     save(tmp_path, model_max_length=4096)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    conversation = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+é="}, {"role": "assistant", "content": "2"}]
+    conversation = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+é="},
+        {"role": "assistant", "content": "2"},
+    ]
     rendered = loaded.apply_chat_template(conversation[:2], add_generation_prompt=True, tokenize=False)
     assert rendered == "<|system|>Add.<|user|>1+é=<|assistant|>"
     assert loaded.apply_chat_template(conversation, tokenize=False) == rendered + "2<|end|>"

@@ -66,7 +66,9 @@ def check_sums(seed: int, *, num_boxes: int, device: str, num_blocks: int) -> No
         expected = torch.stack([word_sum(value) for value in values])
         taken = prepared.take()
         wrong = [index for index in range(len(values)) if taken[index] != expected[index]]
-        assert not wrong, f"seed {seed}: " + "; ".join(f"{values[index].shape} {values[index].stride()}" for index in wrong)
+        assert not wrong, f"seed {seed}: " + "; ".join(
+            f"{values[index].shape} {values[index].stride()}" for index in wrong
+        )
         for value in values:
             value.add_(1)
 

@@ -12,7 +12,13 @@ from triton.compiler import ASTSource
 from mrl.refit import triton_kernels as kernels
 from mrl.refit.device_checksum import BLOCK_WORDS
 
-TABLES = {"table": "*i64", "row_of_tile": "*i32", "WORD_BYTES": "constexpr", "IS_RUN": "constexpr", "ELEMENTS": "constexpr"}
+TABLES = {
+    "table": "*i64",
+    "row_of_tile": "*i32",
+    "WORD_BYTES": "constexpr",
+    "IS_RUN": "constexpr",
+    "ELEMENTS": "constexpr",
+}
 COPY = (TABLES, {"ELEMENTS": kernels._COPY_ELEMENTS}, kernels._COPY_WARPS)
 SUM = (
     {**TABLES, "inner": "*i64", "outer": "*i64", "sums": "*i64", "BLOCK": "constexpr", "BLOCKS": "constexpr"},
@@ -27,6 +33,8 @@ if __name__ == "__main__":
             for word_bytes, is_run in product(sizes, (False, True)):
                 constants = {**constants, "WORD_BYTES": word_bytes, "IS_RUN": is_run}
                 source = ASTSource(kernel, signature, constexprs=constants)
-                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+                compiled = triton.compile(
+                    source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps}
+                )
                 assert compiled.asm["cubin"]
         print(f"sm_{capability}")

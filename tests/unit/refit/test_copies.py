@@ -14,10 +14,21 @@ from mrl.refit.copies import Copies, TensorCopy, converted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_boxes_of_any_strides(dtype):
     wide = torch.randint(0, 100, (4, 6, 8)).to(dtype)
-    boxes = [wide[1:3], wide[:, 2:5], wide[..., 1:4], wide[2:3, :, 3:], wide.transpose(0, 2)[1:5], wide[1, 2, 3], wide[:, :, 4:5]]
+    boxes = [
+        wide[1:3],
+        wide[:, 2:5],
+        wide[..., 1:4],
+        wide[2:3, :, 3:],
+        wide.transpose(0, 2)[1:5],
+        wide[1, 2, 3],
+        wide[:, :, 4:5],
+    ]
     copies = []
     for box in boxes:
-        for target in (torch.zeros_like(box, memory_format=torch.contiguous_format), torch.zeros(*box.shape, 2, dtype=dtype)[..., 0]):
+        for target in (
+            torch.zeros_like(box, memory_format=torch.contiguous_format),
+            torch.zeros(*box.shape, 2, dtype=dtype)[..., 0],
+        ):
             copies.append(TensorCopy(target, box))
             copies.append(TensorCopy(torch.zeros((7, *box.shape), dtype=dtype)[3:4], box[None]))
     prepared = Copies(copies)
@@ -36,13 +47,19 @@ def test_only_the_box_is_written():
 
 
 def test_boxes_of_one_form_at_equal_distances_are_copied_together():
-    # Experts of a layer as a trainer holds them, behind each other in falling order with others between, and as an engine stacks them.
+    # Experts of a layer as a trainer holds them, behind each other in falling order with others between, and as an
+    # engine stacks them.
     arena, stacked = torch.randn(9, 2, 6, 8), torch.zeros(4, 6, 4)
     experts = [arena[7 - 2 * expert, 0] for expert in range(4)]
     halves = [TensorCopy(stacked[expert], weight[:, 4:]) for expert, weight in enumerate(experts)]
     # The last one breaks the row.
     others = torch.zeros(3, 6, 8)
-    copies = [*halves, TensorCopy(others[0], arena[0, 1]), TensorCopy(others[1], arena[1, 1]), TensorCopy(others[2], arena[4, 1])]
+    copies = [
+        *halves,
+        TensorCopy(others[0], arena[0, 1]),
+        TensorCopy(others[1], arena[1, 1]),
+        TensorCopy(others[2], arena[4, 1]),
+    ]
     for order in (copies, copies[::-1]):
         prepared = Copies(order)
         assert prepared.num_calls == 3
@@ -72,7 +89,9 @@ def test_any_box_of_neg_exp_has_the_bits_of_the_whole(length):
     logs = torch.randn(200) * 3
     whole = converted(logs, "neg_exp", torch.float32)
     for start in range(0, 200 - length, 7):
-        assert torch.equal(converted(logs[start : start + length], "neg_exp", torch.float32), whole[start : start + length])
+        assert torch.equal(
+            converted(logs[start : start + length], "neg_exp", torch.float32), whole[start : start + length]
+        )
     strided = torch.empty(200, 2)
     strided[:, 1] = logs
     assert torch.equal(converted(strided[:, 1], "neg_exp", torch.float32), whole)

@@ -56,7 +56,11 @@ def test_refit_zero_may_change_what_the_trainer_alone_rounds(inputs: RefitInputs
     """Uses vLLM's dtypes of a bfloat16 nemotron_h: Mamba's A and router in float32, D in bfloat16 like the trainer."""
     hf_config = tiny_config("nemotron_h")
     stored = dict.fromkeys(family(hf_config).canonical(hf_config), "bfloat16")
-    wide = {name: "float32" for name in stored if name.endswith(("A_log", "mixer.D", "gate.weight", "e_score_correction_bias"))}
+    wide = {
+        name: "float32"
+        for name in stored
+        if name.endswith(("A_log", "mixer.D", "gate.weight", "e_score_correction_bias"))
+    }
     live = tuple(
         (f"model.layers.{index}.{name}", "float32")
         for index in range(8)

@@ -139,5 +139,8 @@ def test_align():
 
 def test_one_option_of_the_allocator_changes_and_the_others_stay():
     text = "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,>:2]"
-    assert with_expandable_segments(text, False) == "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:2],expandable_segments:False"
+    assert (
+        with_expandable_segments(text, False)
+        == "max_split_size_mb:512,roundup_power2_divisions:[256:1,>:2],expandable_segments:False"
+    )
     assert with_expandable_segments("", True) == "expandable_segments:True"

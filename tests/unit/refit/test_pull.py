@@ -33,7 +33,9 @@ SOURCE = {
 }
 TARGET = {
     W: SlotLayout((8, 4), "float32", (Piece("w", full((6, 4)), ((0, 6), (0, 4))),), (((6, 8), (0, 4)),)),
-    STACK: SlotLayout((2, 3, 4), "float32", tuple(Piece(f"e{i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2))),
+    STACK: SlotLayout(
+        (2, 3, 4), "float32", tuple(Piece(f"e{i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2))
+    ),
     DECAY: SlotLayout((5,), "float32", (Piece("A_log", ((0, 5),), ((0, 5),), "neg_exp"),)),
     GATE: SlotLayout((2, 4), "float32", (Piece("gate", full((2, 4)), full((2, 4))),)),
 }
@@ -96,7 +98,11 @@ def test_every_live_byte_is_written_and_verified(gpu):
         report = puller.finish()
         assert all(torch.equal(gpu.live[slot], tensor) for slot, tensor in gpu.expected().items())
         assert report.padding_bytes == 2 * 4 * 4
-        assert report.num_bytes + report.padding_bytes == report.total_bytes == sum(tensor.nbytes for tensor in gpu.live.values())
+        assert (
+            report.num_bytes + report.padding_bytes
+            == report.total_bytes
+            == sum(tensor.nbytes for tensor in gpu.live.values())
+        )
         # The next refit brings new weights.
         for tensor in gpu.weights.values():
             tensor.add_(1.0)
@@ -231,7 +237,9 @@ def test_refit_zero_names_what_the_tables_get_wrong(gpu):
         check_unchanged({**before, Slot("lora"): 1}, digest(gpu.live))
 
     # Another layout that both sides agree on, but not vLLM's loader: the experts in another order.
-    swapped = replace(TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2)))
+    swapped = replace(
+        TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2))
+    )
     gpu.schedule = reshard({0: SOURCE}, {0: {**TARGET, STACK: swapped}}, gpu_of={0: 0}, buffer_bytes=1 << 20)
     gpu.exchange = Exchange(gpu.schedule, 0, gpu.weights, gpu.arena.handle(), group=None)
     puller = gpu.puller()

@@ -18,7 +18,9 @@ from tests.waiting import HANG_S
 def run(*arguments: str, **environment: str) -> str:
     """Output of a Python program; how kernels run is chosen when their module is imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -44,7 +44,10 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.released.set()
         listener = socket.create_server(("127.0.0.1", 0))
-        routes = [Route(path, self.answer, methods=["POST"]) for path in ("/v1/chat/completions", "/v1/completions", "/tokenize")]
+        routes = [
+            Route(path, self.answer, methods=["POST"])
+            for path in ("/v1/chat/completions", "/v1/completions", "/tokenize")
+        ]
         http_gate.start(Starlette(routes=routes), listener, api_key=ENGINE_KEY, max_body=10**7)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
@@ -59,7 +62,9 @@ class FakeEngine:
             messages = body["messages"]
             known = body.get("required_prefix_messages", 0)
             prompt_ids = [*body.get("required_prefix_token_ids", ())]
-            prompt_ids += [token for message in messages[known:] for token in (*str(message.get("content")).encode(), END)]
+            prompt_ids += [
+                token for message in messages[known:] for token in (*str(message.get("content")).encode(), END)
+            ]
         if len(prompt_ids) > CONTEXT:
             return http_gate.openai_error(400, f"This model's maximum context length is {CONTEXT} tokens.")
         # Tokens that no tokenizer would make of the text.
@@ -77,7 +82,15 @@ class FakeEngine:
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 3, "total_tokens": len(prompt_ids) + 3}
         kind = "chat.completion" if "messages" in body else "text_completion"
         return JSONResponse(
-            {"id": f"x{number}", "object": kind, "created": 1, "model": "m", "choices": choices, "usage": usage, "record": record}
+            {
+                "id": f"x{number}",
+                "object": kind,
+                "created": 1,
+                "model": "m",
+                "choices": choices,
+                "usage": usage,
+                "record": record,
+            }
             | versions
         )
 
@@ -89,7 +102,12 @@ class FakeEngine:
         if body.get("tools"):
             calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
         message = {"role": "assistant", "content": text, "tool_calls": calls, "reasoning": None}
-        return {"index": index, "message": message, "finish_reason": "tool_calls" if calls else "stop", "logprobs": {"content": []}}
+        return {
+            "index": index,
+            "message": message,
+            "finish_reason": "tool_calls" if calls else "stop",
+            "logprobs": {"content": []},
+        }
 
 
 class Running:
@@ -100,7 +118,9 @@ class Running:
         self.gateway = Gateway(EngineServers(ENGINE_KEY), api_key=RUN_KEY, max_model_len=CONTEXT)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = http_gate.make_server(self.gateway.app(), has_key=self.gateway.has_key, max_body=self.gateway.max_body)
+        self._server = http_gate.make_server(
+            self.gateway.app(), has_key=self.gateway.has_key, max_body=self.gateway.max_body
+        )
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listener]), self.loop)
 

@@ -44,15 +44,28 @@ class GymForm:
     async def config(self, _: Request) -> JSONResponse:
         agent = {"entrypoint": "app.py", "host": "127.0.0.1", "port": self.port}
         resources = {"entrypoint": "app.py", "host": "127.0.0.1", "port": 1}
-        instances = {"two_turns": {"responses_api_agents": {"simple_agent": agent}}, "r": {"resources_servers": {"r": resources}}}
+        instances = {
+            "two_turns": {"responses_api_agents": {"simple_agent": agent}},
+            "r": {"resources_servers": {"r": resources}},
+        }
         # YAML, of which JSON is a part, as a text in JSON.
         return JSONResponse(json.dumps({"verbose": True, "config_paths": ["a.yaml"], **instances}))
 
     async def ask(self, client: httpx.AsyncClient, messages: list[dict], row: dict) -> dict:
         """The message of the model's answer, with its token ids."""
         params = row["responses_create_params"]
-        body = {"model": "m", "messages": messages, "logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
-        body |= {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_output_tokens"]}
+        body = {
+            "model": "m",
+            "messages": messages,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_tokens_as_token_ids": True,
+        }
+        body |= {
+            "temperature": params["temperature"],
+            "top_p": params["top_p"],
+            "max_tokens": params["max_output_tokens"],
+        }
         self.asked.append(body)
         response = await client.post(self.model, json=body | row.get("ask", {}), headers=self.headers, timeout=HANG_S)
         response.raise_for_status()
@@ -74,11 +87,18 @@ class GymForm:
                 output.append({"type": "message", "role": "assistant", "content": content, "id": "msg_1", **ids})
                 calls = [{"type": "function_call_output", "call_id": "c", "output": "13"}]
                 output += calls
-                messages += [{"role": "assistant", "content": message["content"], **ids}, {"role": "user", "content": "13"}]
+                messages += [
+                    {"role": "assistant", "content": message["content"], **ids},
+                    {"role": "user", "content": "13"},
+                ]
         if row["does"] == "invent":
             output[0]["generation_token_ids"] = [*output[0]["generation_token_ids"], 5]
         if row["does"] == "repeat":
             output.append(output[0])
-        result = {"responses_create_params": row["responses_create_params"], "response": {"output": output}, "reward": 0.75}
+        result = {
+            "responses_create_params": row["responses_create_params"],
+            "response": {"output": output},
+            "reward": 0.75,
+        }
         result |= {"num_tries": 2, "is_right": True, "note": "text", "half": None}
         return JSONResponse(result | row.get("result", {}))

@@ -92,7 +92,9 @@ def test_what_is_no_reward_masks_the_rollout_with_its_reason(running: Running, r
     assert [len(ran.rollouts) for ran in (raised, text, masked)] == [1, 1, 1]
 
 
-def test_each_failure_is_told_and_costs_one_rollout(running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_failure_is_told_and_costs_one_rollout(
+    running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
     reasons = {
         "nan": "components.extra=nan, which is no finite number",
@@ -104,7 +106,10 @@ def test_each_failure_is_told_and_costs_one_rollout(running: Running, runner: Ag
     }
     for does, reason in reasons.items():
         (ran,) = run(running, runner, task(does))
-        assert (ran.verdict.status, ran.verdict.metrics["lost_attempts"]) == ("error", 0) and reason in ran.verdict.reason, does
+        assert (ran.verdict.status, ran.verdict.metrics["lost_attempts"]) == (
+            "error",
+            0,
+        ) and reason in ran.verdict.reason, does
     # An agent that closes its client leaves the connections of the others alone.
     for does in ("close", "answer"):
         (ran,) = run(running, runner, task(does))
@@ -114,9 +119,13 @@ def test_each_failure_is_told_and_costs_one_rollout(running: Running, runner: Ag
     assert ran.verdict.reward == 0.75 and ran.verdict.metrics["lost_attempts"] >= 1
 
 
-def test_a_process_that_dies_takes_no_rollout_along(running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_dies_takes_no_rollout_along(
+    running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
-    found = run(running, runner, task("die", marker=str(tmp_path / "died")), *(task("answer", index) for index in range(1, 6)))
+    found = run(
+        running, runner, task("die", marker=str(tmp_path / "died")), *(task("answer", index) for index in range(1, 6))
+    )
     assert [ran.verdict.reward for ran in found] == [0.75] * 6
     assert found[0].verdict.metrics["lost_attempts"] == 1 and all(len(ran.rollouts) == 1 for ran in found)
     assert running.call(lambda: running.gateway._sessions) == {}
@@ -135,7 +144,9 @@ def test_deadlines(running: Running, runner: AgentRunner, monkeypatch: pytest.Mo
     assert ran.verdict.is_valid
 
 
-def test_an_agent_that_blocks_costs_no_other_rollout(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_that_blocks_costs_no_other_rollout(
+    running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
     monkeypatch.setattr(runner, "_timeout_s", 8.0)
     monkeypatch.setattr(remote_module, "GRACE_S", 1.0)
@@ -178,7 +189,12 @@ def test_an_answer_may_say_that_there_was_no_error():
 @pytest.mark.parametrize(
     ("status", "headers", "text", "reason"),
     [
-        (302, {"Location": "/elsewhere"}, "", "answers 302, a redirection to /elsewhere: name that address in the config"),
+        (
+            302,
+            {"Location": "/elsewhere"},
+            "",
+            "answers 302, a redirection to /elsewhere: name that address in the config",
+        ),
         (308, {"Location": "http://other/"}, "", "answers 308, a redirection to http://other/"),
         (404, {}, "not here", "answers 404: not here"),
         (204, {}, "", "answers 204"),
@@ -197,10 +213,14 @@ def test_a_server_that_gives_no_verdict_is_quoted(
 
     listener = socket.create_server(("127.0.0.1", 0))
     server = http_gate.make_server(
-        Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]), has_key=lambda *_: True, max_body=10**7
+        Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]),
+        has_key=lambda *_: True,
+        max_body=10**7,
     )
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
-    running.call(lambda: runner.agents.update({"quoted": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]}))
+    running.call(
+        lambda: runner.agents.update({"quoted": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]})
+    )
     (ran,) = run(running, runner, task("any", env_name="quoted"))
     assert ran.verdict.status == "error" and reason in ran.verdict.reason and paths == ["/run"]
     server.should_exit = True
@@ -217,7 +237,8 @@ while (my $client = $server->accept) {
     my $task = decode_json($body);
     my %asked = (model => $task->{model}, messages => [{role => 'user', content => $task->{row}{prompt}}]);
     my %headers = (Authorization => "Bearer $task->{api_key}", 'Content-Type' => 'application/json');
-    my $answer = HTTP::Tiny->new->post("$task->{base_url}/chat/completions", {content => encode_json(\%asked), headers => \%headers});
+    my $answer = HTTP::Tiny->new->post("$task->{base_url}/chat/completions",
+        {content => encode_json(\%asked), headers => \%headers});
     my $said = decode_json($answer->{content})->{choices}[0]{message}{content};
     my $reply = encode_json({reward => $said =~ /answer/ ? 1 : 0, metrics => {length => length $said}});
     print $client "HTTP/1.1 200 OK\r\nContent-Length: " . length($reply) . "\r\nConnection: close\r\n\r\n$reply";
@@ -238,12 +259,18 @@ def test_a_server_in_another_language(running: Running, runner: AgentRunner, mon
     finally:
         process.kill()
         process.wait()
-    assert [ran.verdict.reward for ran in found] == [1.0] * 3 and all(ran.verdict.metrics["length"] > 0 for ran in found)
+    assert [ran.verdict.reward for ran in found] == [1.0] * 3 and all(
+        ran.verdict.metrics["length"] > 0 for ran in found
+    )
     # A server that is gone is waited for until the deadline.
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
     monkeypatch.setattr(runner, "_timeout_s", SOON_S)
     (lost,) = run(running, runner, task("any", env_name="perl"))
-    assert lost.verdict.status == "timeout" and "no agent within" in lost.verdict.reason and lost.rollouts[0].finish_reason == "abort"
+    assert (
+        lost.verdict.status == "timeout"
+        and "no agent within" in lost.verdict.reason
+        and lost.rollouts[0].finish_reason == "abort"
+    )
 
 
 @pytest.mark.parametrize("status", [408, 429, 503])
@@ -256,18 +283,26 @@ def test_a_server_without_room_is_asked_until_it_has_some(
     async def answer(_: Request) -> Response:
         nonlocal num_asked
         num_asked += 1
-        return Response("full" if num_asked < 9 else '{"error": "at last"}', status_code=status if num_asked < 9 else 200)
+        return Response(
+            "full" if num_asked < 9 else '{"error": "at last"}', status_code=status if num_asked < 9 else 200
+        )
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = http_gate.make_server(Starlette(routes=[Route("/run", answer, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7)
+    server = http_gate.make_server(
+        Starlette(routes=[Route("/run", answer, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7
+    )
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
-    running.call(lambda: runner.agents.update({"full": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]}))
+    running.call(
+        lambda: runner.agents.update({"full": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]})
+    )
     (ran,) = run(running, runner, task("any", env_name="full"))
     assert num_asked == 9 and ran.verdict.reason == "at last" and ran.verdict.metrics["lost_attempts"] == 0
     server.should_exit = True
 
 
-def test_rollouts_that_wait_for_an_agent_are_counted_by_its_name(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+def test_rollouts_that_wait_for_an_agent_are_counted_by_its_name(
+    running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(agents_module, "RETRY_S", 1e6)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/run"
@@ -307,7 +342,9 @@ GZIPPED = gzip.compress(b'{"reward": 0.5}')
         ("br", b"{}", "Content-Encoding 'br'"),
     ],
 )
-def test_answers_of_servers_have_a_bound(running: Running, monkeypatch: pytest.MonkeyPatch, encoding: str, body: bytes, answer: object):
+def test_answers_of_servers_have_a_bound(
+    running: Running, monkeypatch: pytest.MonkeyPatch, encoding: str, body: bytes, answer: object
+):
     read = remote_module.read_answer
     monkeypatch.setattr(remote_module, "read_answer", lambda response: read(response, 100_000))
 
@@ -315,7 +352,9 @@ def test_answers_of_servers_have_a_bound(running: Running, monkeypatch: pytest.M
         return Response(body, headers={"Content-Encoding": encoding})
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = http_gate.make_server(Starlette(routes=[Route("/", respond, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7)
+    server = http_gate.make_server(
+        Starlette(routes=[Route("/", respond, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7
+    )
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
 
     async def ask() -> object:
@@ -328,7 +367,9 @@ def test_answers_of_servers_have_a_bound(running: Running, monkeypatch: pytest.M
 
     found = running.run(ask())
     server.should_exit = True
-    assert found == answer if isinstance(answer, dict) else isinstance(found, dict) and str(answer) in str(found["error"])
+    assert (
+        found == answer if isinstance(answer, dict) else isinstance(found, dict) and str(answer) in str(found["error"])
+    )
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeypatch: pytest.MonkeyPatch):

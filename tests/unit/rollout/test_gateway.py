@@ -47,7 +47,9 @@ def session(running: Running, engine: FakeEngine) -> Iterator[AgentSession]:
 @pytest.fixture
 def client(running: Running, session: AgentSession) -> Iterator[openai.OpenAI]:
     # An agent needs the address and the key, and nothing else.
-    with openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S) as client:
+    with openai.OpenAI(
+        base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S
+    ) as client:
         yield client
 
 
@@ -61,13 +63,18 @@ def answers(session: AgentSession) -> list[list[int]]:
     return [node.answer.token_ids.tolist() for node in session.tree.nodes if node.answer is not None]
 
 
-def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(
+    client: openai.OpenAI, session: AgentSession, engine: FakeEngine
+):
     first = chat(client, "hi")
     said = first.choices[0].message
     chat(client, "hi", {"role": "assistant", "content": said.content}, "and?")
     assert engine.asked[1]["required_prefix_token_ids"] == [*b"hi", 2, 901, 800, 2]
     (sequence,) = session.tree.sequences()
-    assert (sequence.prompt_ids.tolist(), sequence.token_ids.tolist()) == ([*b"hi", 2], [901, 800, 2, *b"and?", 2, 902, 800, 2])
+    assert (sequence.prompt_ids.tolist(), sequence.token_ids.tolist()) == (
+        [*b"hi", 2],
+        [901, 800, 2, *b"and?", 2, 902, 800, 2],
+    )
     assert sequence.logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75]
     assert session.text == "answer 1.0\n\nanswer 2.0"
 
@@ -92,35 +99,52 @@ def test_only_the_run_cuts_an_answer_off(running: Running, engine: FakeEngine):
     assert reasons == [["length", "stop"], ["length"]]
 
 
-def test_branches_rewrites_and_other_tools_are_told_apart(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+def test_branches_rewrites_and_other_tools_are_told_apart(
+    client: openai.OpenAI, session: AgentSession, engine: FakeEngine
+):
     said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
     chat(client, "hi", said, "a")
     chat(client, "hi", said, "b")  # a branch of the first turn, although another one came since
     chat(client, "hi", {"role": "assistant", "content": "rewritten"}, "c")
     chat(client, "a sub-agent")
-    chat(client, "hi", said, "d", {"role": "assistant", "content": "of another model"}, "e")  # goes on behind the last known one
+    chat(
+        client, "hi", said, "d", {"role": "assistant", "content": "of another model"}, "e"
+    )  # goes on behind the last known one
     chat(client, "hi", said, "f", tools=[TOOL])  # the template writes tools in front
     prefixes = [asked.get("required_prefix_messages", 0) for asked in engine.asked]
     assert prefixes == [0, 2, 2, 0, 0, 2, 0]
     sequences = session.tree.sequences()
     assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 1, 1, 1, 2]
-    trained = sorted(ids for s in sequences for turn in s.turns for ids in [s.token_ids[turn.start : turn.stop].tolist()])
+    trained = sorted(
+        ids for s in sequences for turn in s.turns for ids in [s.token_ids[turn.start : turn.stop].tolist()]
+    )
     assert trained == [[900 + number, 800, 2] for number in range(1, 8)]
 
 
-def test_several_answers_are_branches_and_each_may_go_on(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+def test_several_answers_are_branches_and_each_may_go_on(
+    client: openai.OpenAI, session: AgentSession, engine: FakeEngine
+):
     first = chat(client, "hi", n=3)
     chat(client, "hi", {"role": "assistant", "content": first.choices[1].message.content}, "and?")
     assert engine.asked[1]["required_prefix_token_ids"][-3:] == [901, 801, 2]
     assert sorted(len(sequence.turns) for sequence in session.tree.sequences()) == [1, 1, 2]
 
 
-def test_what_a_session_may_not_choose_is_overridden_and_counted(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+def test_what_a_session_may_not_choose_is_overridden_and_counted(
+    client: openai.OpenAI, session: AgentSession, engine: FakeEngine
+):
     extra = {"top_k": 5, "min_tokens": 3, "vllm_xargs": {"a": "b"}, "priority": None, "chat_template_kwargs": {"x": 1}}
     chat(client, "hi", temperature=0.1, top_p=1.0, seed=1, logit_bias={"5": 1}, stop="x", user="me", extra_body=extra)
     chat(client, "hi", temperature=0.9, seed=1, frequency_penalty=0.0, presence_penalty=0, logit_bias={})
     (asked, again) = engine.asked
-    assert session.overridden == {"temperature": 1, "seed": 2, "logit_bias": 1, "top_k": 1, "min_tokens": 1, "vllm_xargs": 1}
+    assert session.overridden == {
+        "temperature": 1,
+        "seed": 2,
+        "logit_bias": 1,
+        "top_k": 1,
+        "min_tokens": 1,
+        "vllm_xargs": 1,
+    }
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["stop"]) == (0.9, 1.0, 0, ["x"])
     assert asked["chat_template_kwargs"] == {"x": 1} and asked["seed"] != again["seed"] != 1
     assert not {"logit_bias", "min_tokens", "vllm_xargs", "user", "model", "priority"} & asked.keys()
@@ -146,7 +170,9 @@ def test_streams_of_one_chunk(client: openai.OpenAI, session: AgentSession):
     assert answers(session) == [[900 + number, 800, 2] for number in (1, 2, 3)]
 
 
-def test_token_ids_stand_on_the_message_and_may_come_back(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+def test_token_ids_stand_on_the_message_and_may_come_back(
+    client: openai.OpenAI, session: AgentSession, engine: FakeEngine
+):
     plain = chat(client, "hi").choices[0]
     assert plain.logprobs is None and not hasattr(plain.message, "generation_token_ids")
     message = chat(client, "hi", extra_body={"return_token_ids": True}).choices[0].message
@@ -186,14 +212,22 @@ def test_keys_open_their_own_door_alone(running: Running, engine: FakeEngine, se
         def status(key: str, url: str = url) -> int:
             return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}).status_code
 
-        assert [status(key) for key in (session.key, RUN_KEY, other.key, ENGINE_KEY, "guessed")] == [200, 200, 401, 401, 401]
+        assert [status(key) for key in (session.key, RUN_KEY, other.key, ENGINE_KEY, "guessed")] == [
+            200,
+            200,
+            401,
+            401,
+            401,
+        ]
         assert [status(key, f"{running.url}/v1/chat/completions") for key in (RUN_KEY, session.key)] == [200, 401]
         assert status(session.key, f"{running.url}/sessions/{session.session_id}/../../v1/chat/completions") == 401
     assert status(other.key, f"{running.base_url(other)}/chat/completions") == 401
     assert status(RUN_KEY, f"{running.base_url(other)}/chat/completions") == 404
 
 
-def test_another_engine_goes_on_after_a_death(running: Running, engine: FakeEngine, session: AgentSession, client: openai.OpenAI):
+def test_another_engine_goes_on_after_a_death(
+    running: Running, engine: FakeEngine, session: AgentSession, client: openai.OpenAI
+):
     said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
     with socket.create_server(("127.0.0.1", 0)) as dying:
 
@@ -252,7 +286,9 @@ def test_who_hangs_up_or_is_over_leaves_nothing(running: Running, engine: FakeEn
     engine.released.clear()
     with ThreadPoolExecutor(1) as thread:
         with running.session() as session:
-            client = openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S)
+            client = openai.OpenAI(
+                base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S
+            )
             future = thread.submit(chat, client, "hi")
             wait_until(lambda: len(engine.asked) == 1, what="the engine is asked")
         # The session has ended while its agent still waits.
@@ -282,4 +318,8 @@ def test_fields_of_a_wrong_type_are_named_before_they_are_read(running: Running,
         for name, values in wrong.items():
             for value in values:
                 answer = plain.post(f"{url}/chat/completions", content=json.dumps(good | {name: value}))
-                assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True), (name, value, answer.text)
+                assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True), (
+                    name,
+                    value,
+                    answer.text,
+                )

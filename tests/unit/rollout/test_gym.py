@@ -27,7 +27,10 @@ from tests.unit.rollout.gym_server import GymForm
 from tests.waiting import HANG_S, SOON_S
 
 GYM_KEY = "the-key-of-gym"
-ROW = {"responses_create_params": {"input": [{"role": "user", "content": "12+1?"}], "max_output_tokens": 10**6}, "expected": 13}
+ROW = {
+    "responses_create_params": {"input": [{"role": "user", "content": "12+1?"}], "max_output_tokens": 10**6},
+    "expected": 13,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +71,12 @@ def runner(running: Running, server: GymForm) -> Iterator[AgentRunner]:
     running.run(end())
 
 
-def task(does: str, index: int = 0, *, agent: str = "two_turns", sampling: SamplingParams = SAMPLING, **row: object) -> AgentTask:
-    prompt = Prompt(does, (1, 2), "12+1?", "13", agent, json.dumps(ROW | {"does": does, "agent_ref": {"name": agent}} | row))
+def task(
+    does: str, index: int = 0, *, agent: str = "two_turns", sampling: SamplingParams = SAMPLING, **row: object
+) -> AgentTask:
+    prompt = Prompt(
+        does, (1, 2), "12+1?", "13", agent, json.dumps(ROW | {"does": does, "agent_ref": {"name": agent}} | row)
+    )
     return AgentTask(prompt, index, 0, seed=5, sampling=sampling, weight_version=3)
 
 
@@ -80,7 +87,9 @@ def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[Ran]:
     return running.run(all_of_them())
 
 
-def test_a_rollout_is_what_was_sampled_with_its_reward(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
+def test_a_rollout_is_what_was_sampled_with_its_reward(
+    running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine
+):
     (ran,) = run(running, runner, task("answer", 3))
     (rollout,) = ran.rollouts
     assert rollout.request.token_ids == (*b"12+1?", 2)
@@ -95,7 +104,11 @@ def test_a_rollout_is_what_was_sampled_with_its_reward(running: Running, runner:
     assert not any("generation_token_ids" in message for message in engine.asked[1]["messages"])
     row = server.rows[-1]
     request = row["responses_create_params"]
-    assert (request["temperature"], request["top_p"], request["max_output_tokens"]) == (0.9, 1.0, SAMPLING.max_new_tokens)
+    assert (request["temperature"], request["top_p"], request["max_output_tokens"]) == (
+        0.9,
+        1.0,
+        SAMPLING.max_new_tokens,
+    )
     assert (row["expected"], row["_rowidx"], row["agent_ref"]) == (13, 3, {"name": "two_turns"})
 
 
@@ -111,14 +124,18 @@ def test_a_rollout_has_the_routes_of_its_tokens(running: Running, runner: AgentR
 
 def test_rollouts_at_once_get_their_own_tokens(running: Running, runner: AgentRunner, engine: FakeEngine):
     ran = run(running, runner, *(task("answer", index) for index in range(6)))
-    trained = [rollout.token_ids[turn.start].item() for one in ran for rollout in one.rollouts for turn in rollout.turns]
+    trained = [
+        rollout.token_ids[turn.start].item() for one in ran for rollout in one.rollouts for turn in rollout.turns
+    ]
     assert sorted(trained) == [900 + number for number in range(1, 13)]
     assert all(one.verdict.status == "ok" and "untrained_tokens_no_receipt" not in one.verdict.metrics for one in ran)
     assert running.gateway.receipts == Receipts()  # nothing is left
 
 
 @pytest.mark.parametrize(("age_s", "num_kept"), [(0.0, 0), (HANG_S, 1)])
-def test_an_answer_that_no_rollout_can_claim_any_more_leaves_while_others_run(running: Running, age_s: float, num_kept: int):
+def test_an_answer_that_no_rollout_can_claim_any_more_leaves_while_others_run(
+    running: Running, age_s: float, num_kept: int
+):
     receipts, session = Receipts(age_s), running.gateway.open_session(sampling=SAMPLING, seed=1)
     session.engines.append(0)
     with receipts.rollout(SAMPLING):
@@ -128,7 +145,9 @@ def test_an_answer_that_no_rollout_can_claim_any_more_leaves_while_others_run(ru
     assert receipts == Receipts(age_s)
 
 
-def test_tokens_without_a_receipt_are_counted_and_not_trained(running: Running, runner: AgentRunner, engine: FakeEngine):
+def test_tokens_without_a_receipt_are_counted_and_not_trained(
+    running: Running, runner: AgentRunner, engine: FakeEngine
+):
     invented, repeated = run(running, runner, task("invent"), task("repeat"))
     (rollout,) = invented.rollouts
     assert len(rollout.turns) == 1 and rollout.token_ids.tolist()[1:] == [800, 2]
@@ -137,7 +156,9 @@ def test_tokens_without_a_receipt_are_counted_and_not_trained(running: Running, 
     assert len(rollout.turns) == 2 and repeated.verdict.metrics["untrained_tokens_no_receipt"] == 3
 
 
-def test_what_a_request_may_not_choose_is_overridden_and_counted(running: Running, runner: AgentRunner, engine: FakeEngine):
+def test_what_a_request_may_not_choose_is_overridden_and_counted(
+    running: Running, runner: AgentRunner, engine: FakeEngine
+):
     (ran,) = run(running, runner, task("answer", ask={"temperature": 0.1, "seed": 7, "bad_words": ["x"]}))
     assert all((asked["temperature"], "bad_words" in asked) == (0.9, False) for asked in engine.asked)
     assert len({asked["seed"] for asked in engine.asked} - {7}) == 2
@@ -150,7 +171,12 @@ def test_validation_beside_training_samples_in_its_own_way(running: Running, run
     training, validation = run(running, runner, task("answer"), task("answer", sampling=other))
     assert sorted(asked["temperature"] for asked in engine.asked) == [0.25, 0.25, 0.9, 0.9]
     assert {rollout.request.sampling.temperature for rollout in validation.rollouts} == {0.25}
-    assert not [name for ran in (training, validation) for name in ran.verdict.metrics if name.startswith(("untrained", "overridden"))]
+    assert not [
+        name
+        for ran in (training, validation)
+        for name in ran.verdict.metrics
+        if name.startswith(("untrained", "overridden"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +192,11 @@ def test_validation_beside_training_samples_in_its_own_way(running: Running, run
         # A field of a verifier's own.
         ({"reward": 0.5, "error": "the program failed"}, "ok", ""),
         # A judge that fails is no wrong answer (nemo_gym/judge.py).
-        ({"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "502"}, "error", "no verdict: judge_failed: 502"),
+        (
+            {"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "502"},
+            "error",
+            "no verdict: judge_failed: 502",
+        ),
     ],
 )
 def test_what_an_answer_says(
@@ -187,7 +217,9 @@ def test_an_agent_that_fails_is_asked_again(running: Running, runner: AgentRunne
     assert ran.verdict.status == "crash" and "lost 4 times" in ran.verdict.reason and "boom" in ran.verdict.reason
 
 
-def test_rows_wait_while_nobody_listens(running: Running, runner: AgentRunner, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+def test_rows_wait_while_nobody_listens(
+    running: Running, runner: AgentRunner, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
     """More often than a rollout's attempts: the head server, then the agent's, which the head server still names."""
     monkeypatch.setattr(gym_module, "RETRY_S", 0.0)
     assert runner.gym is not None
@@ -217,11 +249,15 @@ def test_rows_wait_while_nobody_listens(running: Running, runner: AgentRunner, e
 
 
 def test_an_agent_that_gym_does_not_have_ends_the_run(running: Running, runner: AgentRunner):
-    with pytest.raises(RuntimeError, match="no agent browser, which rows name in agent_ref; theirs are two_turns. .*config_paths"):
+    with pytest.raises(
+        RuntimeError, match="no agent browser, which rows name in agent_ref; theirs are two_turns. .*config_paths"
+    ):
         run(running, runner, task("answer", agent="browser"))
 
 
-def test_the_gateway_answers_gym_alone_and_only_for_rollouts_under_way(running: Running, runner: AgentRunner, engine: FakeEngine):
+def test_the_gateway_answers_gym_alone_and_only_for_rollouts_under_way(
+    running: Running, runner: AgentRunner, engine: FakeEngine
+):
     url, body = f"{running.url}/gym/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
 
     def asked(key: str) -> int:
@@ -239,10 +275,13 @@ def test_what_is_too_long_is_told_as_gym_understands_it(running: Running, engine
         with running.gateway.receipts.rollout(SAMPLING):
             async with httpx.AsyncClient() as client:
                 headers = {"Authorization": f"Bearer {GYM_KEY}"}
-                return await client.post(f"{running.url}/gym/v1/chat/completions", json=body, headers=headers, timeout=HANG_S)
+                return await client.post(
+                    f"{running.url}/gym/v1/chat/completions", json=body, headers=headers, timeout=HANG_S
+                )
 
     response = running.run(ask())
-    # responses_api_models/vllm_model/app.py takes it for the end of the context, and for a failure of its own otherwise.
+    # responses_api_models/vllm_model/app.py takes it for the end of the context, and for a failure of its own
+    # otherwise.
     assert response.status_code == 400 and "context length" in response.text
 
 
@@ -267,7 +306,10 @@ def test_sessions_that_begin_together_ask_different_engines(running: Running):
             async with httpx.AsyncClient() as client:
                 headers = {"Authorization": f"Bearer {GYM_KEY}"}
                 url = f"{running.url}/gym/v1/chat/completions"
-                asking = [asyncio.ensure_future(client.post(url, json=body, headers=headers, timeout=HANG_S)) for body in bodies]
+                asking = [
+                    asyncio.ensure_future(client.post(url, json=body, headers=headers, timeout=HANG_S))
+                    for body in bodies
+                ]
                 async with asyncio.timeout(HANG_S):
                     while sum(len(engine.asked) for engine in engines) < len(bodies):
                         await asyncio.sleep(0.01)
@@ -280,7 +322,9 @@ def test_sessions_that_begin_together_ask_different_engines(running: Running):
     assert set(running.gateway.engines._loads.values()) == {0}
 
 
-def test_rollouts_of_a_group_have_its_number(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
+def test_rollouts_of_a_group_have_its_number(
+    running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine
+):
     """Number by which `genrm_compare` tells them from another group of the same text, and from an earlier asking."""
     first, other, again = task("answer"), replace(task("answer"), epoch=-1), replace(task("answer"), weight_version=4)
     server.rows.clear()

@@ -30,7 +30,8 @@ config = json.load(open("env.yaml"))
 daemon = subprocess.Popen(["sleep", "10000"], start_new_session=True)
 with open("started.jsonl", "a") as file:
     record = {"words": sys.argv[1:], "pids": [os.getpid(), daemon.pid], "ray": os.environ["RAY_TMPDIR"]}
-    file.write(json.dumps(record | {"left": [name for name in os.environ if name in ("PYTHONPATH", "RAY_ADDRESS")]}) + "\\n")
+    left = [name for name in os.environ if name in ("PYTHONPATH", "RAY_ADDRESS")]
+    file.write(json.dumps(record | {"left": left}) + "\\n")
 print("on standard output")
 
 class Head(BaseHTTPRequestHandler):
@@ -67,7 +68,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str):
-    section = NemoGymConfig(["a.yaml"], command=program, start_s=HANG_S, servers={"uv_venv_dir": "/venvs", "policy_base_url": "x"})
+    section = NemoGymConfig(
+        ["a.yaml"], command=program, start_s=HANG_S, servers={"uv_venv_dir": "/venvs", "policy_base_url": "x"}
+    )
     folder, port = tmp_path / "nemo_gym", free_port()
 
     def started() -> list[dict]:
@@ -84,12 +87,17 @@ def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str)
             while len(started()) < 2 or not servers.up.done():
                 await asyncio.sleep(0.05)
             process.end()
-            while any(is_alive(pid) for one in started() for pid in one["pids"]) or any(os.path.exists(one["ray"]) for one in started()):
+            while any(is_alive(pid) for one in started() for pid in one["pids"]) or any(
+                os.path.exists(one["ray"]) for one in started()
+            ):
                 await asyncio.sleep(0.05)
 
     asyncio.run(live())
     config = json.loads((folder / "env.yaml").read_text())
-    assert {name: config[name] for name in ("uv_venv_dir", "policy_base_url", "policy_api_key", "policy_model_name", "default_host")} == {
+    assert {
+        name: config[name]
+        for name in ("uv_venv_dir", "policy_base_url", "policy_api_key", "policy_model_name", "default_host")
+    } == {
         "uv_venv_dir": "/venvs",
         "policy_base_url": "http://me:7/gym/v1",
         "policy_api_key": "k",
@@ -97,7 +105,9 @@ def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str)
         "default_host": "127.0.0.1",
     }
     assert (folder / "env.yaml").stat().st_mode & 0o77 == 0
-    assert [one["words"] for one in started()] == [["--flag", "+config_paths=[a.yaml]"]] * 2 and not any(one["left"] for one in started())
+    assert [one["words"] for one in started()] == [["--flag", "+config_paths=[a.yaml]"]] * 2 and not any(
+        one["left"] for one in started()
+    )
     assert "on standard output" in folder.with_suffix(".log").read_text()
 
 
@@ -112,11 +122,16 @@ def test_the_folder_of_gym_s_ray_goes_with_the_run_whose_reaper_kills_its_keeper
         made.rmdir()
 
 
-@pytest.mark.parametrize(("said", "num_starts"), [("no such server", 3), ("The current node timed out during startup.", 7)])
+@pytest.mark.parametrize(
+    ("said", "num_starts"), [("no such server", 3), ("The current node timed out during startup.", 7)]
+)
 def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path, said: str, num_starts: int):
     """A Ray that gives up on a busy host is started as often as it takes; here it then fails in another way."""
     program = tmp_path / "ng_run.py"
-    program.write_text(f"import sys\nopen('starts', 'a').write('x')\nsys.exit('{said}' if len(open('starts').read()) < 5 else 'broken')")
+    program.write_text(
+        f"import sys\nopen('starts', 'a').write('x')\nsys.exit('{said}' if len(open('starts').read()) < 5 else "
+        "'broken')"
+    )
     section = NemoGymConfig(command=f"{sys.executable} {program}", start_s=HANG_S)
 
     async def live() -> None:
@@ -124,7 +139,9 @@ def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path, said
         async with asyncio.timeout(HANG_S):
             await GymProcess(section, {}, servers, folder=tmp_path / "nemo_gym").start()
 
-    with pytest.raises(RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"):
+    with pytest.raises(
+        RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"
+    ):
         asyncio.run(live())
     assert len((tmp_path / "nemo_gym/starts").read_text()) == num_starts
 
@@ -133,6 +150,7 @@ def test_servers_of_the_user_s_that_nobody_has_started_are_told(tmp_path: Path):
     section = NemoGymConfig(head_server=GymHeadConfig("127.0.0.1", free_port()), start_s=SOON_S)
     reached = reach_gym(section, gateway_url="http://me:7", key="k", host="127.0.0.1", folder=tmp_path)
     with pytest.raises(
-        RuntimeError, match=r"env.nemo_gym.head_server: http://127.0.0.1:\d+, NeMo Gym's head server: Cannot connect .*start_s"
+        RuntimeError,
+        match=r"env.nemo_gym.head_server: http://127.0.0.1:\d+, NeMo Gym's head server: Cannot connect .*start_s",
     ):
         asyncio.run(reached)

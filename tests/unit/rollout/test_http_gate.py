@@ -23,7 +23,13 @@ AS_ROLLOUTS = {"temperature": 0.9, "top_p": 0.95, "top_k": 0, **{name: values[0]
 
 
 def test_a_request_gets_the_sampling_of_training_unless_it_says_otherwise():
-    assert default_parameters(RUN) == {"temperature": 0.9, "top_p": 0.95, "top_k": 0, "max_tokens": 64, "stop_token_ids": [2]}
+    assert default_parameters(RUN) == {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "top_k": 0,
+        "max_tokens": 64,
+        "stop_token_ids": [2],
+    }
 
 
 def test_sessions_are_drawn_as_rollouts_are():
@@ -47,7 +53,9 @@ def test_sessions_are_drawn_as_rollouts_are():
     ],
 )
 def test_what_bends_the_distribution_keeps_a_request_out_of_a_session(name: str, value: object):
-    assert find_deviation(AS_ROLLOUTS | {name: value}, RUN).startswith(f"{name}={value}: sessions are drawn as policy.generation says")
+    assert find_deviation(AS_ROLLOUTS | {name: value}, RUN).startswith(
+        f"{name}={value}: sessions are drawn as policy.generation says"
+    )
 
 
 def test_the_top_k_of_the_run_is_wanted_where_it_has_one():

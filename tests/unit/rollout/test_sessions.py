@@ -29,7 +29,12 @@ def test_a_conversation_that_was_rewritten_does_not():
     sessions = Sessions()
     sessions.add("s", turn([1, 2], [3, 4]), [HELLO, ANSWER])
     other_call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "g", "arguments": "{}"}}]}
-    for messages in ([HELLO], [HELLO, ANSWER], [{"role": "user", "content": "short"}, ANSWER, RESULT], [HELLO, other_call, RESULT]):
+    for messages in (
+        [HELLO],
+        [HELLO, ANSWER],
+        [{"role": "user", "content": "short"}, ANSWER, RESULT],
+        [HELLO, other_call, RESULT],
+    ):
         assert sessions.sampled_ids("s", messages) is None
     assert sessions.sampled_ids("other", [HELLO, ANSWER, RESULT]) is None
 
@@ -69,10 +74,20 @@ def test_messages_are_compared_by_what_they_say():
 def test_the_prefix_stands_in_the_request_or_with_the_last_message_that_has_one():
     messages = [
         {"role": "assistant", "content": "a", "prompt_token_ids": [1], "generation_token_ids": [2]},
-        {"role": "assistant", "content": "b", "prompt_token_ids": [1, 2, 3], "generation_token_ids": [4], "generation_log_probs": [0.0]},
+        {
+            "role": "assistant",
+            "content": "b",
+            "prompt_token_ids": [1, 2, 3],
+            "generation_token_ids": [4],
+            "generation_log_probs": [0.0],
+        },
         {"role": "user", "content": "c"},
     ]
-    plain = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    plain = [
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     assert take_prefix({"messages": messages, "n": 1}) == ({"messages": plain, "n": 1}, [1, 2, 3, 4])
     assert take_prefix({"messages": messages, "required_prefix_token_ids": [9]}) == ({"messages": plain}, [9])
     assert take_prefix({"messages": plain}) == ({"messages": plain}, None)
@@ -92,7 +107,8 @@ def test_messages_up_to_the_answer():
     assert num_messages_to_answer([{"role": "user"}]) == 0
 
 
-# Prompt 11 12, answer " 4" in one token (220 17) or another (1001), end mark 2, newline 10, then a user's message 21 and the head 40.
+# Prompt 11 12, answer " 4" in one token (220 17) or another (1001), end mark 2, newline 10, then a user's message 21
+# and the head 40.
 def test_the_sampled_tokens_stay_and_the_template_goes_on_behind_its_end_mark():
     assert continued([11, 12, 220, 17, 2], [11, 12, 1001, 2, 10], [11, 12, 1001, 2, 10, 21, 2, 10, 40], {2}) == [
         *(11, 12, 220, 17, 2),
@@ -110,7 +126,17 @@ def test_another_end_mark_than_the_templates_stays_alone():
 
 def test_thoughts_that_the_template_drops_from_earlier_turns_stay():
     # 70 71 are thoughts: written while the answer is the last message, left out behind it, so that positions shift.
-    assert continued([11, 2, 70, 71, 5, 2], [11, 2, 70, 71, 5, 2], [11, 2, 5, 2, 21, 2, 40], {2}) == [11, 2, 70, 71, 5, 2, 21, 2, 40]
+    assert continued([11, 2, 70, 71, 5, 2], [11, 2, 70, 71, 5, 2], [11, 2, 5, 2, 21, 2, 40], {2}) == [
+        11,
+        2,
+        70,
+        71,
+        5,
+        2,
+        21,
+        2,
+        40,
+    ]
 
 
 def test_a_template_without_end_marks_cannot_go_on():
@@ -118,7 +144,9 @@ def test_a_template_without_end_marks_cannot_go_on():
         continued([11, 12], [11, 12], [11, 12, 13], {2})
 
 
-@pytest.mark.parametrize("other", ['{"n":3,"city":"Zürich"}', '{"city": "Z\\u00fcrich", "n": 3}', {"city": "Zürich", "n": 3}])
+@pytest.mark.parametrize(
+    "other", ['{"n":3,"city":"Zürich"}', '{"city": "Z\\u00fcrich", "n": 3}', {"city": "Zürich", "n": 3}]
+)
 def test_arguments_are_the_same_however_a_client_writes_them(other: object):
     def calling(arguments: object) -> dict[str, object]:
         return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}

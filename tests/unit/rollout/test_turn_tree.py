@@ -108,7 +108,13 @@ def test_tokens_keep_the_experts_that_they_were_drawn_with():
     branch, whole = tree.sequences()
     assert whole.routes is not None and branch.routes is not None
     assert whole.routes[:, 0, 0].tolist() == list(range(8)) and branch.routes[:, 0, 0].tolist() == list(range(5))
-    assert whole.routes[:, 0, 1].tolist() == [1, 1, 1, 2, 2, 3, 3, 3] and branch.routes[:, 0, 1].tolist() == [1, 1, 1, 4, 4]
+    assert whole.routes[:, 0, 1].tolist() == [1, 1, 1, 2, 2, 3, 3, 3] and branch.routes[:, 0, 1].tolist() == [
+        1,
+        1,
+        1,
+        4,
+        4,
+    ]
     assert len(whole.routes) == len(whole.prompt_ids) + len(whole.token_ids) - 1
 
 
@@ -150,7 +156,9 @@ def test_random_trees_against_a_slow_reference(seed: int):
     assert [node.token_ids.tolist() for node in tree.nodes] == [sum(turn, []) for turn in turns]
     wanted = [turn for turn, reason in zip(turns, reasons, strict=True) if not reason]
     assert sorted(trained(tree)) == sorted(wanted)
-    assert sum(tree.num_untrained().values()) == sum(len(ids) for (_, ids), reason in zip(turns, reasons, strict=True) if reason)
+    assert sum(tree.num_untrained().values()) == sum(
+        len(ids) for (_, ids), reason in zip(turns, reasons, strict=True) if reason
+    )
     leaves = set(range(len(turns))) - set(parents)
     assert len(tree.sequences()) <= len(leaves)
     for sequence in tree.sequences():

@@ -31,17 +31,23 @@ def test_a_refit_is_described_by_who_sends_what_to_whom():
     }
 
 
-@pytest.mark.parametrize(("count", "side"), [(MAX_CELLS, MAX_CELLS), (MAX_CELLS + 1, MAX_CELLS // 2 + 1), (3 * MAX_CELLS, MAX_CELLS)])
+@pytest.mark.parametrize(
+    ("count", "side"), [(MAX_CELLS, MAX_CELLS), (MAX_CELLS + 1, MAX_CELLS // 2 + 1), (3 * MAX_CELLS, MAX_CELLS)]
+)
 def test_neighbours_share_a_cell_of_a_large_matrix_and_no_byte_is_lost(count: int, side: int):
     workers = {100 + index: WHOLE for index in range(count)}
-    schedule = reshard({rank: WHOLE for rank in range(count)}, workers, gpu_of={100 + i: i for i in range(count)}, buffer_bytes=1 << 16)
+    schedule = reshard(
+        {rank: WHOLE for rank in range(count)}, workers, gpu_of={100 + i: i for i in range(count)}, buffer_bytes=1 << 16
+    )
     matrix = matrix_of(schedule)
     assert len(matrix) == len(matrix[0]) == side
     assert sum(map(sum, matrix)) == sum(schedule.link_bytes().values()) == 128 * count
 
 
 def test_the_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "mrl.train", "grpo_tiny.yaml", "logger.wandb.notes=my canary"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["/usr/bin/python3", "-m", "mrl.train", "grpo_tiny.yaml", "logger.wandb.notes=my canary"]
+    )
     config = RunConfig()
     assert about_this_attempt(config)["command"] == "python -m mrl.train grpo_tiny.yaml 'logger.wandb.notes=my canary'"
     config.facts = replace(config.facts, secrets=frozenset({"my canary"}))

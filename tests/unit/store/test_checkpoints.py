@@ -45,7 +45,9 @@ def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, synced:
     before = [(path, size) for path, size in synced.calls if path.is_relative_to(aside)]
     # The manifest and the marker are written under another name first; the marker comes last.
     sizes = {path.relative_to(aside): size for path, size in before if not path.name.startswith(".")}
-    sealed = [size for path, size in before if path.name.startswith(f".{MANIFEST}") or path.name.startswith(f".{MARKER}")]
+    sealed = [
+        size for path, size in before if path.name.startswith(f".{MANIFEST}") or path.name.startswith(f".{MARKER}")
+    ]
     assert sealed == [files.pop(Path(MANIFEST)), files.pop(Path(MARKER))]
     assert {path: sizes.get(path) for path in files} == files
     assert folders <= sizes.keys()
@@ -87,7 +89,9 @@ def damage_manifest(folder: Path) -> None:
         (damage_manifest, "differs from the completion marker"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, message: str):
+def test_a_damaged_checkpoint_is_passed_over_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, message: str
+):
     checkpoints = store(tmp_path)
     save(checkpoints, 1)
     folder = save(checkpoints, 2)
@@ -121,8 +125,12 @@ def empty(file: Path) -> None:
 @pytest.mark.parametrize(
     ("break_", "name"),
     [
-        *itertools.product([replace_by_a_folder, replace_by_a_bad_block, replace_by_a_loop, empty, Path.unlink], [MARKER, MANIFEST]),
-        *itertools.product([replace_by_a_folder, replace_by_a_bad_block], ["training_info.json", "policy/weights/iter_0000000/data"]),
+        *itertools.product(
+            [replace_by_a_folder, replace_by_a_bad_block, replace_by_a_loop, empty, Path.unlink], [MARKER, MANIFEST]
+        ),
+        *itertools.product(
+            [replace_by_a_folder, replace_by_a_bad_block], ["training_info.json", "policy/weights/iter_0000000/data"]
+        ),
     ],
 )
 def test_damage_of_any_kind_is_found_once_and_remembered(tmp_path: Path, break_: Callable[[Path], None], name: str):
@@ -155,7 +163,8 @@ def test_pruning_counts_whole_checkpoints_only(tmp_path: Path, settings: dict, b
         save(store(tmp_path, **(settings | {"keep_top_k": None})), step)
     for step in (20, 60):
         break_(tmp_path / f"step_{step}")
-    # A signal's checkpoint, between two periods; an attempt that has not looked at the newer one would have resumed from it.
+    # A signal's checkpoint, between two periods; an attempt that has not looked at the newer one would have resumed
+    # from it.
     for step in (53, 55):
         save(store(tmp_path, **settings), step)
         newest = store(tmp_path).newest(before=60)
@@ -164,7 +173,9 @@ def test_pruning_counts_whole_checkpoints_only(tmp_path: Path, settings: dict, b
     assert {path.name for path in tmp_path.iterdir()} == kept | {"step_60", "damaged_step_20"}
 
 
-def test_a_removal_that_fails_does_not_make_a_save_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_a_removal_that_fails_does_not_make_a_save_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     settings = {"keep_top_k": 1, "metric_name": None}
     save(store(tmp_path, **settings), 1)
 
@@ -256,7 +267,8 @@ def test_the_state_is_that_of_the_begin_whatever_the_loop_does_until_the_weights
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"weights", None), (b"weight", "6 bytes, the manifest says 7"), (b"Weights", "the manifest's sha256")]
+    ("content", "message"),
+    [(b"weights", None), (b"weight", "6 bytes, the manifest says 7"), (b"Weights", "the manifest's sha256")],
 )
 def test_what_the_writer_says_of_its_files_is_what_is_checked(tmp_path: Path, content: bytes, message: str | None):
     checkpoints = store(tmp_path)

@@ -71,10 +71,13 @@ def test_what_was_hidden_is_told_beside_what_was_waited_for():
 def test_the_first_lines_say_what_comes_and_how_long_it_takes_once_that_was_measured():
     config = load_config("grpo_tiny.yaml")
     fresh = outlook(config, first_step=1, last_step=160, start_s=None, step_s=None)
-    assert fresh == "Next: start 4 policy ranks and 1 engine, then 160 steps, 1 to 160; validation every 20; a checkpoint every 20"
+    assert fresh == (
+        "Next: start 4 policy ranks and 1 engine, then 160 steps, 1 to 160; validation every 20; a checkpoint every 20"
+    )
     resumed = outlook(config, first_step=11, last_step=160, start_s=41.4, step_s=2.2)
     assert resumed.startswith(
-        "Next: start 4 policy ranks and 1 engine (41 s the last time), then 150 steps, 11 to 160 (about 2.2 s each, 0:05:30 in all);"
+        "Next: start 4 policy ranks and 1 engine (41 s the last time), then 150 steps, 11 to 160 (about 2.2 s "
+        "each, 0:05:30 in all);"
     )
     alone = outlook(load_config("sft_tiny.yaml"), first_step=1, last_step=3, start_s=None, step_s=None)
     assert "engine" not in alone and "then 3 steps, 1 to 3" in alone

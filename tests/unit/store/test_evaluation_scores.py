@@ -36,7 +36,12 @@ def test_consensus_by_hand(answers: list[str], k: int, expected: float | None):
 
 
 def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 1) == 0.25 and pass_at_k(4, 1, 2) == 0.5 and pass_at_k(4, 4, 2) == 1.0 and pass_at_k(4, 0, 4) == 0.0
+    assert (
+        pass_at_k(4, 1, 1) == 0.25
+        and pass_at_k(4, 1, 2) == 0.5
+        and pass_at_k(4, 4, 2) == 1.0
+        and pass_at_k(4, 0, 4) == 0.0
+    )
     assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
     assert mean_pass_at_k([[True, False], [False, False]], 2) == 0.5
 

@@ -11,7 +11,9 @@ from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 def group(name: str, env_name: str, *answers: tuple[str, float, bool]) -> RolloutGroup:
     prompt = Prompt(name, (1, 2), f"question {name}", "4", env_name)
     rollouts = tuple(RolloutInfo(f"0/{name}/{i}", name, i, 1, 2, 3 + i, "stop", None) for i in range(len(answers)))
-    verdicts = tuple(Verdict(reward, ok, "ok" if ok else "timeout", answer, f"it is {answer}") for answer, reward, ok in answers)
+    verdicts = tuple(
+        Verdict(reward, ok, "ok" if ok else "timeout", answer, f"it is {answer}") for answer, reward, ok in answers
+    )
     return RolloutGroup(prompt, rollouts, verdicts)
 
 
@@ -39,7 +41,13 @@ def test_scores_by_hand():
 
 def test_a_sum_of_components_that_is_1_but_for_its_last_bit_is_right():
     answers = [("4", reward, True) for reward in (0.6 + 0.3 + 0.1, 1.0 + 1e-16, 0.1 * 3 + 0.7, 1.0 - 1e-6, 0.9)]
-    assert [scores_by_environment([group("a", "math", answer)], k=1)["all"]["pass@1"] for answer in answers] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert [scores_by_environment([group("a", "math", answer)], k=1)["all"]["pass@1"] for answer in answers] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_the_table_begins_with_the_metric_that_was_asked_for():
@@ -55,4 +63,9 @@ def test_results_hold_every_answer(tmp_path: Path):
     results = json.loads(path.read_text())
     assert results["model"] == "m" and results["scores"]["all"]["prompts"] == 3.0
     assert [prompt["prompt_id"] for prompt in results["prompts"]] == ["a", "b", "c"]
-    assert results["prompts"][1]["answers"][0] == {"text": "it is 4", "extracted": "4", "reward": 1.0, "status": "timeout"}
+    assert results["prompts"][1]["answers"][0] == {
+        "text": "it is 4",
+        "extracted": "4",
+        "reward": 1.0,
+        "status": "timeout",
+    }

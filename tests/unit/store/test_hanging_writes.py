@@ -89,7 +89,12 @@ def test_the_metrics_and_the_samples_of_the_report(folder: RunFolder, monkeypatc
     ("call", "limit", "name", "file"),
     [
         (lambda folder: folder.note_refit({}), (durable, "WRITE_TIMEOUT_S"), "write_text", "refit.json"),
-        (lambda folder: folder.checkpoints.begin(RunState(step=1)), (checkpoints, "IO_TIMEOUT_S"), "write_text", "tmp_step_1"),
+        (
+            lambda folder: folder.checkpoints.begin(RunState(step=1)),
+            (checkpoints, "IO_TIMEOUT_S"),
+            "write_text",
+            "tmp_step_1",
+        ),
         (lambda folder: folder.checkpoints.remove_unfinished(), (checkpoints, "IO_TIMEOUT_S"), "iterdir", "/run"),
         (lambda folder: RunFolder(folder.config).open(), (durable, "WRITE_TIMEOUT_S"), "mkdir", "/run"),
         (lambda folder: folder.give_back(), (durable, "WRITE_TIMEOUT_S"), "unlink", "owner.json"),
@@ -111,7 +116,9 @@ def test_small_files_and_folders(
         answers.set()
 
 
-def test_a_save_that_gets_no_answer_ends_the_run_and_keeps_the_checkpoint_before(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_gets_no_answer_ends_the_run_and_keeps_the_checkpoint_before(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+):
     attempt = Attempt(folder)
     attempt.saver.save_last(attempt.train(1))
     slow(attempt)

@@ -42,7 +42,9 @@ def config(model: Path) -> RunConfig:
 def identity(config: RunConfig, ids: list[str] = IDS, digest: str = "rows") -> Identity:
     rows = Rows(lambda row_id, position: row_id, ids, range(len(ids)))
     # Held-out rows may change.
-    return identity_of(config, rows, [LeftOut("data.train", digest=digest), LeftOut("data.validation", digest=str(id(rows)))])
+    return identity_of(
+        config, rows, [LeftOut("data.train", digest=digest), LeftOut("data.validation", digest=str(id(rows)))]
+    )
 
 
 def changed(before: Identity, after: Identity) -> list[str]:
@@ -110,8 +112,8 @@ def test_a_run_resumes_with_what_it_had_unless_a_key_says_otherwise(tmp_path: Pa
     with pytest.raises(ValueError) as refused:
         check_identity(file, two, allowed=["tokenizer", "data"], resumes_at=20)
     assert str(refused.value) == (
-        "policy.model_name: the run resumes at step 20 with another model than before (y, x differ); set it back, choose another "
-        "checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[model]"
+        "policy.model_name: the run resumes at step 20 with another model than before (y, x differ); set it back, "
+        "choose another checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[model]"
     )
     assert json.loads(file.read_text()) == one
     file.write_text("[]")
@@ -120,9 +122,13 @@ def test_a_run_resumes_with_what_it_had_unless_a_key_says_otherwise(tmp_path: Pa
     check_identity(tmp_path / "older_run.json", two, allowed=[], resumes_at=20)  # whose attempts wrote no identity
 
 
-def test_a_run_keeps_the_date_of_its_first_start(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_run_keeps_the_date_of_its_first_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def on(day: str, run: RunConfig) -> RunConfig:
-        monkeypatch.setattr("mrl.store.identity.date", type("day", (), {"today": staticmethod(lambda: date.fromisoformat(day))}))
+        monkeypatch.setattr(
+            "mrl.store.identity.date", type("day", (), {"today": staticmethod(lambda: date.fromisoformat(day))})
+        )
         return with_template_date(run)
 
     caplog.set_level("INFO")
@@ -165,7 +171,8 @@ def test_each_attempt_keeps_its_config_and_says_what_changed(model: Path, caplog
     ]
     folder = model.parent / "run"
     texts = [
-        path.read_text() for path in (folder / "logs/exp_001/config.yaml", folder / "logs/exp_002/config.yaml", folder / "config.yaml")
+        path.read_text()
+        for path in (folder / "logs/exp_001/config.yaml", folder / "logs/exp_002/config.yaml", folder / "config.yaml")
     ]
     assert texts[0] != texts[1] == texts[2]
 
@@ -186,7 +193,9 @@ def test_a_refused_attempt_leaves_the_folder_as_it_is(model: Path):
     checkpoints.commit(checkpoints.begin(RunState(step=20)), {})
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run.grpo.seed += 1
-    with pytest.raises(ValueError, match=r"data\.train: the run resumes at step 20 .*checkpointing\.allow_changes=\[data\]"):
+    with pytest.raises(
+        ValueError, match=r"data\.train: the run resumes at step 20 .*checkpointing\.allow_changes=\[data\]"
+    ):
         open_attempt(run)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     run.checkpointing.allow_changes = ["data"]
@@ -206,7 +215,9 @@ def test_a_teacher_is_one_by_its_content(model: Path, tmp_path: Path):
     check_identity(file, distilled, allowed=[], resumes_at=3)
     (teacher / "model.safetensors").write_bytes(b"others")
     other = identity(alone)
-    with pytest.raises(ValueError, match=r"teacher.model_name or .* another teacher than before \(model.safetensors differ\)"):
+    with pytest.raises(
+        ValueError, match=r"teacher.model_name or .* another teacher than before \(model.safetensors differ\)"
+    ):
         check_identity(file, other, allowed=["model"], resumes_at=3)
     check_identity(file, other, allowed=["teacher"], resumes_at=3)
     with pytest.raises(ValueError, match="another teacher"):

@@ -23,7 +23,18 @@ from mrl.loop.keeping import open_kept, reviver
 from mrl.store import kept
 from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
 from mrl.store.ledger import LedgerState
-from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, RunState, SamplingParams, Turn, Verdict
+from mrl.types import (
+    Flaw,
+    Prompt,
+    Proposals,
+    Rollout,
+    RolloutInfo,
+    RolloutRequest,
+    RunState,
+    SamplingParams,
+    Turn,
+    Verdict,
+)
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S, wait_until
 
@@ -51,9 +62,13 @@ def whole(name: str, version: int) -> WholeGroup:
     """A group of two rollouts, the second of two sequences."""
     sampled = [rollout(name, index, version) for index in range(3)]
     infos = [RolloutInfo.of(one, one) for one in sampled]
-    verdict = Verdict(1.0, True, "ok", "2", "é", {"form": 0.5}, ("flag",), (Flaw("malformed_thinking", 1, 2),), ({"role": "user"},))
+    verdict = Verdict(
+        1.0, True, "ok", "2", "é", {"form": 0.5}, ("flag",), (Flaw("malformed_thinking", 1, 2),), ({"role": "user"},)
+    )
     second = dataclasses.replace(infos[1], further=(dataclasses.replace(infos[2], place=1),))
-    return WholeGroup((0, name), prompt(name), version, [infos[0], second], [verdict, dataclasses.replace(verdict, reward=0.0)])
+    return WholeGroup(
+        (0, name), prompt(name), version, [infos[0], second], [verdict, dataclasses.replace(verdict, reward=0.0)]
+    )
 
 
 def payloads(infos: Sequence[RolloutInfo]) -> list[Rollout]:
@@ -72,13 +87,17 @@ def attempt(
 ) -> KeptRollouts:
     """An attempt that begins at a step, with weights of version 5, and saves every `period` steps."""
     saves, keys = (lambda at: at > 0 and at % period == 0), [(0, name) for name in consumed]
-    found = KeptRollouts(folder, conditions, lag=lag, limit_bytes=limit_bytes, saves=saves, pull=payloads, check_owner=lambda: None)
+    found = KeptRollouts(
+        folder, conditions, lag=lag, limit_bytes=limit_bytes, saves=saves, pull=payloads, check_owner=lambda: None
+    )
     found.start(step, 5, keys)
     return found
 
 
 def written(folder: Path) -> list[str]:
-    return sorted(key[1] for path in folder.glob("kept_*") for key in (group.key for group in read_record(path, KeptFile).groups))
+    return sorted(
+        key[1] for path in folder.glob("kept_*") for key in (group.key for group in read_record(path, KeptFile).groups)
+    )
 
 
 def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int = 5) -> None:
@@ -191,7 +210,12 @@ def test_a_damaged_file_is_said_and_costs_its_own_groups(tmp_path: Path, caplog:
         at = len(content) - 3
         flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
         path.write_bytes(
-            {"flip": flipped, "cut": content[:-1], "empty": b"", "format": content.replace(b'"format": 1', b'"format": 2')}[damage]
+            {
+                "flip": flipped,
+                "cut": content[:-1],
+                "empty": b"",
+                "format": content.replace(b'"format": 1', b'"format": 2'),
+            }[damage]
         )
     second = attempt(tmp_path)
     assert second.take(0, prompt("a")) is None and second.take(0, prompt("b")) is not None
@@ -341,7 +365,9 @@ def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_pat
     identity, base = {"model": {"w": "1"}}, config(tmp_path)
 
     def changed(change) -> set[str]:
-        other = dataclasses.replace(base, policy=dataclasses.replace(base.policy, generation=dataclasses.replace(base.policy.generation)))
+        other = dataclasses.replace(
+            base, policy=dataclasses.replace(base.policy, generation=dataclasses.replace(base.policy.generation))
+        )
         other.env, other.grpo = dataclasses.replace(base.env), dataclasses.replace(base.grpo)
         change(other)
         before, after = conditions_of(base, identity), conditions_of(other, identity)
@@ -349,7 +375,9 @@ def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_pat
 
     assert changed(lambda run: setattr(run.policy.generation, "temperature", 0.5)) == {"policy.generation.temperature"}
     assert changed(lambda run: setattr(run.policy.generation, "num_cpu_engines", 3)) == set()
-    assert changed(lambda run: setattr(run.grpo, "num_generations_per_prompt", 99)) == {"grpo.num_generations_per_prompt"}
+    assert changed(lambda run: setattr(run.grpo, "num_generations_per_prompt", 99)) == {
+        "grpo.num_generations_per_prompt"
+    }
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, strict=True))) == {"env.math"}
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, num_workers=7))) == set()
     assert conditions_of(base, {"model": {"w": "2"}})["model"] != conditions_of(base, identity)["model"]
@@ -359,11 +387,15 @@ def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     (tmp_path / "code").mkdir()
     rewards, helper, stranger = (tmp_path / "code" / f"kept_{name}.py" for name in ("rewards", "helper", "stranger"))
-    rewards.write_text("from kept_helper import one\n\ndef mine(prompt, response, reference_answer):\n    return one()\n")
+    rewards.write_text(
+        "from kept_helper import one\n\ndef mine(prompt, response, reference_answer):\n    return one()\n"
+    )
     helper.write_text("def one():\n    return 1.0\n")
     stranger.write_text("")
     run = config(tmp_path)
-    run.env = dataclasses.replace(run.env, own=dataclasses.replace(run.env.own, functions={"mine": "kept_rewards:mine"}))
+    run.env = dataclasses.replace(
+        run.env, own=dataclasses.replace(run.env.own, functions={"mine": "kept_rewards:mine"})
+    )
 
     def conditions() -> dict[str, str]:
         return conditions_of(run, {})
@@ -384,6 +416,8 @@ def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, mon
 def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
     earlier(tmp_path / "rollouts")
     run, collector = load_config("grpo_tiny.yaml", [setting]), SimpleNamespace(on_whole=None)
-    with open_kept(run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9) as found:
+    with open_kept(
+        run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9
+    ) as found:
         assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []
         assert reviver(found)(0, prompt("a")) is None

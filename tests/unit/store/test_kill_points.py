@@ -29,7 +29,11 @@ POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}
 def run(folder: Path, steps: int, identity: Identity | None = None) -> Attempt:
     """An attempt of so many steps, each saved; two checkpoints are kept. Its ranks are those of the tests of saving."""
     settings = config(folder)
-    settings.checkpointing.metric_name, settings.checkpointing.save_period, settings.checkpointing.keep_top_k = None, 1, 2
+    settings.checkpointing.metric_name, settings.checkpointing.save_period, settings.checkpointing.keep_top_k = (
+        None,
+        1,
+        2,
+    )
     run_folder = RunFolder(settings, identity)
     run_folder.open()
     attempt = Attempt(run_folder)
@@ -69,7 +73,9 @@ def after_a_kill(folder: Path, name: str, number: int) -> None:
     if name == "fallback":
         damage(folder)
     assert killed(folder, f"{name}:{number}") == -signal.SIGKILL, "there are fewer points"
-    before = max((int(path.name[5:]) for path in (folder / "run").glob("step_*") if find_damage(path) is None), default=0)
+    before = max(
+        (int(path.name[5:]) for path in (folder / "run").glob("step_*") if find_damage(path) is None), default=0
+    )
     for attempt in (1, 2):
         resumed, last = run(folder, 2), before + 2 * attempt
         names = {path.name for path in (folder / "run").glob("*step_*")}

@@ -168,7 +168,9 @@ def test_what_is_damaged_or_lost_is_restored_from_the_copy_and_stays_so(
         again.take(3, [(0, "a:3")])
 
 
-def test_what_the_disk_has_no_room_for_is_written_later_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_disk_has_no_room_for_is_written_later_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     ledger.take(1, [(0, "a")])

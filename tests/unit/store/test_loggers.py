@@ -26,7 +26,9 @@ from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
 from tests.sources import ROOT
 from tests.waiting import HANG_S, wait_until
 
-EVERY = LoggerConfig(wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True, prometheus_port=9400)
+EVERY = LoggerConfig(
+    wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True, prometheus_port=9400
+)
 
 
 def test_nothing_is_switched_on_by_default():
@@ -38,7 +40,8 @@ def test_a_missing_package_is_refused_with_the_command(monkeypatch: pytest.Monke
     monkeypatch.setattr(group.importlib.util, "find_spec", lambda name: None)
     check_loggers(LoggerConfig())
     with pytest.raises(
-        ValueError, match=re.escape("logger.swanlab_enabled=true: the package swanlab is not installed; `pip install 'mrl[")
+        ValueError,
+        match=re.escape("logger.swanlab_enabled=true: the package swanlab is not installed; `pip install 'mrl["),
     ):
         check_loggers(LoggerConfig(swanlab_enabled=True))
 
@@ -77,7 +80,10 @@ def test_a_config_by_dotted_keys():
 
 
 def test_a_sample_reads_well():
-    assert Sample("1+1=", "well\n2", "2", 0.5).block() == "Prompt: 1+1=\nRollout:\n    well\n    2\nExpected answer: 2\nReward: 0.5"
+    assert (
+        Sample("1+1=", "well\n2", "2", 0.5).block()
+        == "Prompt: 1+1=\nRollout:\n    well\n    2\nExpected answer: 2\nReward: 0.5"
+    )
 
 
 class FakeSink:
@@ -125,7 +131,9 @@ def test_a_resumed_run_is_known_by_its_id(tmp_path: Path, fake_sink: type[FakeSi
     assert loggers.num_lost == 0
 
 
-def test_a_logger_that_fails_costs_its_records_and_one_warning(tmp_path: Path, fake_sink: type[FakeSink], caplog: pytest.LogCaptureFixture):
+def test_a_logger_that_fails_costs_its_records_and_one_warning(
+    tmp_path: Path, fake_sink: type[FakeSink], caplog: pytest.LogCaptureFixture
+):
     def fail(verb: str) -> None:
         if verb != "open" and fake_sink.taken:
             raise SystemExit("http://user:hunter2@host is gone")
@@ -162,7 +170,9 @@ def test_a_logger_that_hangs_costs_its_records_and_no_time(
     assert caplog.text.count("TensorBoard fails, and the run goes on without it: it does not keep up") == 1
 
 
-def test_a_service_that_was_away_is_asked_again(tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch):
+def test_a_service_that_was_away_is_asked_again(
+    tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(thread, "REOPEN_INTERVAL_S", 0.0)
 
     def fail_once(verb: str) -> None:
@@ -176,7 +186,9 @@ def test_a_service_that_was_away_is_asked_again(tmp_path: Path, fake_sink: type[
     assert fake_sink.taken == [1] and loggers.num_lost == 0 and len(fake_sink.runs) == 2
 
 
-def test_a_library_cannot_keep_hooks_on_errors_and_exits(tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch):
+def test_a_library_cannot_keep_hooks_on_errors_and_exits(
+    tmp_path: Path, fake_sink: type[FakeSink], monkeypatch: pytest.MonkeyPatch
+):
     before = sys.excepthook, sys.exit
     for name in ("excepthook", "exit"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
@@ -230,8 +242,8 @@ def test_a_full_disk_takes_the_log_and_not_the_run():
     script = (
         "import logging; from mrl.config.secrets import start_logging; from mrl.store.console import rollout_progress\n"
         "from mrl.store.loggers.thread import exit_with\n"
-        "def main():\n    start_logging('text'); logging.info('x')\n    with rollout_progress(3) as bar: bar.update(3)\n    return 75\n"
-        "exit_with(main)"
+        "def main():\n    start_logging('text'); logging.info('x')\n    with rollout_progress(3) as bar: "
+        "bar.update(3)\n    return 75\nexit_with(main)"
     )
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=HANG_S)
@@ -251,14 +263,23 @@ def test_prometheus_reads_the_latest_metrics_from_this_host_alone(tmp_path: Path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    loggers = Loggers(RunConfig(logger=LoggerConfig(prometheus_port=port)), run_folder=tmp_path, log_folder=tmp_path, last_step=9)
+    loggers = Loggers(
+        RunConfig(logger=LoggerConfig(prometheus_port=port)), run_folder=tmp_path, log_folder=tmp_path, last_step=9
+    )
     # A resume takes steps again: the page has the present ones.
     for step in (7, 8):
         loggers.log({"train/loss": step / 2, "time/total": 1.5}, step)
     loggers.log_host({"node.0.gpu.1.util": 50.0}, 1.0)
-    expected = {"mrl_train_loss": 4.0, "mrl_timing_train_total_step_time": 1.5, "mrl_step": 8.0, "mrl_ray_node_0_gpu_1_util": 50.0}
+    expected = {
+        "mrl_train_loss": 4.0,
+        "mrl_timing_train_total_step_time": 1.5,
+        "mrl_step": 8.0,
+        "mrl_ray_node_0_gpu_1_util": 50.0,
+    }
     wait_until(lambda: scrape(port) == expected, "page of the newest step", explain=lambda: scrape(port))
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
     assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
     loggers.close()
     assert loggers.num_lost == 0 and scrape(port) == {}

@@ -13,7 +13,9 @@ def test_one_object_a_step_and_no_nan_in_json(tmp_path: Path):
     sink = JsonlLogger(path)
     sink.log({"train/loss": float("nan"), "train/reward": 0.5}, 1)
     sink.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "train/loss": None, "train/reward": 0.5}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "train/loss": None, "train/reward": 0.5}
+    ]
 
 
 def test_lines_beyond_the_checkpoint_and_torn_lines_are_dropped(tmp_path: Path):
@@ -55,4 +57,6 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
     )
     ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=HANG_S)
     assert ended.stdout == "full\nfull\n", ended.stderr
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": step, "a": float(step)} for step in (1, 2, 3, 4)]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": step, "a": float(step)} for step in (1, 2, 3, 4)
+    ]

@@ -71,7 +71,9 @@ def test_an_identity_that_is_lost_is_that_of_the_newest_checkpoint(tmp_path: Pat
         ("about.json", replace_by_a_folder),
     ],
 )
-def test_a_file_of_the_run_folder_that_cannot_be_read_is_set_aside(folder: Path, name: str, break_: Callable[[Path], None]):
+def test_a_file_of_the_run_folder_that_cannot_be_read_is_set_aside(
+    folder: Path, name: str, break_: Callable[[Path], None]
+):
     break_(folder / name)
     assert_goes_on(folder)
 
@@ -82,10 +84,14 @@ def dangling(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.touch, dangling])
 @pytest.mark.parametrize("name", ["step_9", "tmp_step_3"])
-def test_what_has_the_name_of_a_checkpoint_and_no_mark_is_refused_and_left_alone(folder: Path, name: str, make: Callable[[Path], None]):
+def test_what_has_the_name_of_a_checkpoint_and_no_mark_is_refused_and_left_alone(
+    folder: Path, name: str, make: Callable[[Path], None]
+):
     make(folder / name)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"run: mrl did not write {name}\. mrl leaves .* choose another folder, or move that out"):
+        with pytest.raises(
+            ValueError, match=rf"run: mrl did not write {name}\. mrl leaves .* choose another folder, or move that out"
+        ):
             run(folder.parent, 1)
         assert os.path.lexists(folder / name) and not (folder / "owner.json").exists()
     (folder / name).unlink()
@@ -117,7 +123,9 @@ def test_a_checkpoint_that_was_moved_to_another_disk_is_loaded_and_pruned(folder
 
 
 @pytest.mark.parametrize("name", ["COMPLETE", "policy/weights/iter_0000000/__1_0.distcp"])
-def test_a_checkpoint_that_this_user_may_not_read_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_checkpoint_that_this_user_may_not_read_is_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     """Root may read everything."""
 
     def refuse(path: Path) -> None:
@@ -129,14 +137,18 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_damaged(folder: Path, m
         patch.setattr(checkpoints, "read_file", lambda path: refuse(path) or read(path))
         patch.setattr(os, "access", lambda path, mode: access(path, mode) and path != folder / "step_2" / name)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"step_2 may be whole, and this user may not read it: .*; start as its user, or let "):
+            with pytest.raises(
+                ValueError, match=r"step_2 may be whole, and this user may not read it: .*; start as its user, or let "
+            ):
                 RunFolder(config(folder.parent)).open()
     assert {path.name for path in folder.iterdir()} >= {"step_1", "step_2"} and not (folder / "owner.json").exists()
     assert_goes_on(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"process": {"pid": 7}}', b"7"])
-def test_an_owner_whose_name_is_lost_is_judged_by_its_signs_of_life(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+def test_an_owner_whose_name_is_lost_is_judged_by_its_signs_of_life(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+):
     monkeypatch.setattr(ownership, "time", clock := Clock())
     (folder / "owner.json").write_bytes(content)
     begun = clock.now
@@ -161,11 +173,15 @@ def test_the_name_of_an_owner_is_on_disk_before_others_see_it(folder: Path, monk
     synced: list[str] = []
     link = os.link
     monkeypatch.setattr(ownership, "sync_file", lambda path: synced.append(path.name))
-    monkeypatch.setattr(os, "link", lambda source, target: link(source, target) if source.name in synced else pytest.fail("not synced"))
+    monkeypatch.setattr(
+        os, "link", lambda source, target: link(source, target) if source.name in synced else pytest.fail("not synced")
+    )
     assert_goes_on(folder)
 
 
-def test_a_disk_that_is_full_when_the_marker_is_written_costs_that_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_when_the_marker_is_written_costs_that_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     write = checkpoints.write_atomic
 
     def full(path: Path, text: str) -> None:
@@ -175,7 +191,9 @@ def test_a_disk_that_is_full_when_the_marker_is_written_costs_that_checkpoint(fo
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_atomic", full)
-        with pytest.raises(RuntimeError, match="the checkpoint of step 3 cannot be written: .*; the one before it stays"):
+        with pytest.raises(
+            RuntimeError, match="the checkpoint of step 3 cannot be written: .*; the one before it stays"
+        ):
             run(folder.parent, 1)
     (folder / "owner.json").unlink()  # of this process, which lives
     assert_goes_on(folder)

@@ -36,7 +36,11 @@ class Disk:
         """Cuts what is not on disk; ext4 keeps the names. Returns which files lose something. Ranks sync their own."""
         lost = []
         for path in sorted(set(folder.rglob("*")) - set(folder.rglob("*.distcp"))):
-            if path.is_file() and not path.is_symlink() and (size := self.sizes.get(path.stat().st_ino, 0)) < path.stat().st_size:
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and (size := self.sizes.get(path.stat().st_ino, 0)) < path.stat().st_size
+            ):
                 os.truncate(path, size)
                 lost.append(path.name)
         return lost
@@ -62,7 +66,9 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_the_steps_of_a_checkpoint_keep_their_lines_and_two_attempts_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_steps_of_a_checkpoint_keep_their_lines_and_two_attempts_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "model").mkdir()
     disk, folder = Disk(monkeypatch), tmp_path / "run"
     for attempt in (1, 2, 3):
@@ -99,11 +105,15 @@ def test_steps_that_lost_their_lines_are_said(tmp_path: Path, caplog: pytest.Log
 
 MESS = b"[" * 100_000 + b"\n" + b'{"step": 1, "trai\n'
 MESS += (
-    b'\n[1,2]\nnull\n{"step":"a"}\n{"step":1e400}\n{"step":-3}\n{"step":true}\n{"step":2.5}\n{"step":NaN}\n{"step":1' + b"0" * 5000 + b"}\n"
+    b'\n[1,2]\nnull\n{"step":"a"}\n{"step":1e400}\n{"step":-3}\n{"step":true}\n{"step":2.5}\n{"step":NaN}\n{"step":1'
+    + b"0" * 5000
+    + b"}\n"
 )
 
 
-@pytest.mark.parametrize("name", [METRICS, SAMPLES, "ledger.jsonl", "loggers.json", "run.json", "identity.json", "about.json"])
+@pytest.mark.parametrize(
+    "name", [METRICS, SAMPLES, "ledger.jsonl", "loggers.json", "run.json", "identity.json", "about.json"]
+)
 def test_numbers_that_no_one_can_count_end_no_start(tmp_path: Path, name: str):
     (tmp_path / "model").mkdir()
     now = start(tmp_path)

@@ -67,9 +67,15 @@ def test_runs_that_share_a_folder_of_logs_keep_theirs_apart(tmp_path: Path):
     assert [run.log_folder for run in runs] == [place / "shared/exp_001", place / "shared/exp_002"]
     # The readers of the run folder see its own attempts, also where all of this was moved.
     moved = place.rename(tmp_path / "there")
-    dumps = [[(dump.step, dump.path.resolve().parent.name) for dump in list_dumps(moved / name / "run")] for name in ("one", "two")]
+    dumps = [
+        [(dump.step, dump.path.resolve().parent.name) for dump in list_dumps(moved / name / "run")]
+        for name in ("one", "two")
+    ]
     assert dumps == [[(5, "exp_001")], [(6, "exp_002")]]
-    assert [path.name for name in ("one", "two") for path in attempts_of(moved / name / "run")] == ["exp_001", "exp_002"]
+    assert [path.name for name in ("one", "two") for path in attempts_of(moved / name / "run")] == [
+        "exp_001",
+        "exp_002",
+    ]
 
 
 def test_nobody_else_reads_rollouts(tmp_path: Path):
@@ -111,7 +117,9 @@ def test_a_run_does_not_resume_from_checkpoints_that_lack_one_of_its_models(tmp_
     saved.commit(saved.begin(RunState(step=20)), {})
     ppo = replace(config(tmp_path), algorithm="ppo")
     ppo.checkpointing.allow_changes = ["critic"]
-    with pytest.raises(ValueError, match=f"checkpoint_dir={tmp_path}/run: {step} holds no critic, and a run of algorithm=ppo") as caught:
+    with pytest.raises(
+        ValueError, match=f"checkpoint_dir={tmp_path}/run: {step} holds no critic, and a run of algorithm=ppo"
+    ) as caught:
         RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
     assert "choose another folder" in str(caught.value)
     # It has been given back, and of GRPO the same folder has all.
@@ -140,11 +148,23 @@ ADAPTED = ["policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.di
         ({"model": {}, "optimizer": {}}, ["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], None),
         ({"model": {}}, ADAPTED, "peft was not enabled, and is {'dim': 4, 'alpha': 32.0}"),
         ({"peft": {"dim": 4, "alpha": 32, "layers": []}}, ADAPTED, None),
-        ({"peft": {"dim": 8, "alpha": 32, "layers": []}}, ADAPTED, "peft was {'dim': 8, 'alpha': 32}, and is {'dim': 4, 'alpha': 32.0}"),
+        (
+            {"peft": {"dim": 8, "alpha": 32, "layers": []}},
+            ADAPTED,
+            "peft was {'dim': 8, 'alpha': 32}, and is {'dim': 4, 'alpha': 32.0}",
+        ),
         ({"peft": {"dim": 4, "alpha": 32, "layers": []}}, [], "peft was {'dim': 4, 'alpha': 32}, and is not enabled"),
-        ({"optimizer": {"use_distributed_optimizer": False}}, [], "optimizer.use_distributed_optimizer was False, and is True"),
+        (
+            {"optimizer": {"use_distributed_optimizer": False}},
+            [],
+            "optimizer.use_distributed_optimizer was False, and is True",
+        ),
         (frozen(), [*THAW, f"{FREEZE}=['*.up_proj.weight']"], "freeze_moe_router was True, and is False"),
-        (frozen(freeze_moe_router=False), ["policy.megatron_cfg.freeze_moe_router=true"], None),  # what was trained may rest
+        (
+            frozen(freeze_moe_router=False),
+            ["policy.megatron_cfg.freeze_moe_router=true"],
+            None,
+        ),  # what was trained may rest
         (frozen(freeze_moe_router=None), THAW, None),  # not known of older checkpoints
         ({**frozen(), "peft": {"dim": 4, "alpha": 32}}, [*ADAPTED, *THAW], None),  # adapters alone are trained
         (frozen(False, ["*.norm.weight"]), [], "freeze_config.modules was ['*.norm.weight'], and is []"),
@@ -176,9 +196,13 @@ def test_a_checkpoint_has_the_tokenizer_and_no_weights_of_any_format(tmp_path: P
     tokenizer = byte_tokenizer(64)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "TOOLS {{ messages }}"}
     tokenizer.save_pretrained(model)
-    further = "generation_config.json config.json modeling_own.py tokenization_own.py spiece.model qwen.tiktoken merges.txt".split()
-    weights = """model.safetensors model.safetensors.index.json model-q8_0.gguf ggml-model-f16 tf_model.h5 flax_model.msgpack rust_model.ot
-        consolidated.00.pth original/consolidated.pth pytorch_model.bin model.onnx model.ckpt model.npz model.pdparams optimizer.pt"""
+    further = (
+        "generation_config.json config.json modeling_own.py tokenization_own.py spiece.model qwen.tiktoken merges.txt"
+    ).split()
+    weights = """model.safetensors model.safetensors.index.json model-q8_0.gguf ggml-model-f16 tf_model.h5
+        flax_model.msgpack rust_model.ot
+        consolidated.00.pth original/consolidated.pth pytorch_model.bin model.onnx model.ckpt model.npz
+        model.pdparams optimizer.pt"""
     for name in (*further, *weights.split()):
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("{}")
@@ -192,7 +216,9 @@ def test_a_checkpoint_has_the_tokenizer_and_no_weights_of_any_format(tmp_path: P
         (model / name).unlink()
         (copied / name).unlink()
     assert (
-        AutoTokenizer.from_pretrained(copied).chat_template == AutoTokenizer.from_pretrained(model).chat_template == tokenizer.chat_template
+        AutoTokenizer.from_pretrained(copied).chat_template
+        == AutoTokenizer.from_pretrained(model).chat_template
+        == tokenizer.chat_template
     )
 
 
@@ -215,7 +241,9 @@ def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path
     assert [warning.split(" cannot")[0] for warning in warnings] == ["samples.jsonl", "report.html"]
 
 
-def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("mrl.store.run_folder.MAX_REPORT_SHARE", float("inf"))
     folder = RunFolder(config(tmp_path))
     folder.open()
@@ -294,7 +322,8 @@ with folder:
     folder.newest_checkpoint()
     for step in range(1, 7):
         # Between these steps no file may get a byte.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if 2 <= step <= 4 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        most = 0 if 2 <= step <= 4 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         folder.ledger.take(step, [(0, f"p:{step}")])
         folder.ledger.train(step, [(0, f"p:{step}")])
         folder.log_samples(step, "train", [group_of("a", 1.0)])
@@ -304,7 +333,9 @@ with folder:
 
 def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path):
     """Python ignores SIGXFSZ, so that a write beyond the limit fails as on a full disk."""
-    ended = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
     assert ended.returncode == 0, ended.stderr
     said = [line.split(" cannot be written")[0].removeprefix(f"{tmp_path}/run/") for line in ended.stdout.splitlines()]
     texts, spans = "the files *_data_stepN.jsonl.gz", "logs/exp_001/actors/driver.trace.json"
@@ -314,7 +345,9 @@ def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path)
     assert sorted(replay(run / "ledger.jsonl").trained) == [1, 2, 3, 4, 5, 6]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["logger/lost"] == 12
-    assert sorted(path.name for path in (run / "logs/exp_001").glob("*.gz")) == [f"train_data_step{step}.jsonl.gz" for step in (1, 5, 6)]
+    assert sorted(path.name for path in (run / "logs/exp_001").glob("*.gz")) == [
+        f"train_data_step{step}.jsonl.gz" for step in (1, 5, 6)
+    ]
     # No part of a file is left.
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
 
@@ -324,7 +357,9 @@ def test_what_earlier_steps_have_measured(tmp_path: Path):
     folder.open()
     assert folder.measured("time/total", num_steps=2) is None
     times = [{"time/total": 9.0, "time/start": 40.0}, {"time/total": 2.0}, {"time/total": 4.0}]
-    (folder.path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(times)) + '{"st')
+    (folder.path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(times)) + '{"st'
+    )
     assert (folder.measured("time/total", num_steps=2), folder.measured("time/start", num_steps=1)) == (3.0, 40.0)
 
 
@@ -346,7 +381,9 @@ def test_an_export_gets_what_the_model_s_folder_says_of_sampling(tmp_path: Path)
     checkpoint = Checkpoint(1, tmp_path / "run/step_1")
     RunFolder(run).copy_tokenizer(checkpoint)
     folder = checkpoint.weights_of("policy").parent / "tokenizer"
-    found = {path.relative_to(folder).as_posix(): path.read_text().split()[2] for path in folder.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(folder).as_posix(): path.read_text().split()[2] for path in folder.rglob("*") if path.is_file()
+    }
     assert found == {
         "tokenizer.json": "tokenizer's",
         "additional_chat_templates/tool_use.jinja": "tokenizer's",

@@ -23,8 +23,12 @@ from mrl.types import Prompt, RolloutGroup, RolloutInfo, TokenSample, TrainSeque
 
 def group_of(name: str, *rewards: float) -> RolloutGroup:
     prompt = Prompt(name, (1, 2, 3), f"question {name}", "42", "math")
-    rollouts = tuple(RolloutInfo(f"0/{name}/{index}", name, index, 1, 3, 5, "stop", None) for index in range(len(rewards)))
-    verdicts = tuple(Verdict(reward, reward >= 0, "ok", "", f"answer {name}{index}") for index, reward in enumerate(rewards))
+    rollouts = tuple(
+        RolloutInfo(f"0/{name}/{index}", name, index, 1, 3, 5, "stop", None) for index in range(len(rewards))
+    )
+    verdicts = tuple(
+        Verdict(reward, reward >= 0, "ok", "", f"answer {name}{index}") for index, reward in enumerate(rewards)
+    )
     return RolloutGroup(prompt, rollouts, verdicts)
 
 
@@ -83,7 +87,9 @@ def test_every_rollout_of_a_step_is_one_line_under_nemo_rls_names(tmp_path: Path
 
 
 def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
-    sample = TokenSample([65, 66, 256], [0, 1, 1], [0, -0.5, -1.25], [0, -0.5, -1.5], [0, 2.0, 2.0], [0, 1, 0], [0, 0.5, 0.25])
+    sample = TokenSample(
+        [65, 66, 256], [0, 1, 1], [0, -0.5, -1.25], [0, -0.5, -1.5], [0, 2.0, 2.0], [0, 1, 0], [0, 0.5, 0.25]
+    )
     row = token_row(sample, byte_tokenizer(64))
     write_step_data(tmp_path, 7, "train", [group_of("a", 1.0, 0.0)], [], LoggerConfig(), {"0/a/1": row})
     first, second = rows_of(tmp_path / "train_data_step7.jsonl.gz")
@@ -96,14 +102,19 @@ def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
 def test_what_is_not_finite_is_null_as_pages_read_strict_json(tmp_path: Path):
     sample = TokenSample([65, 66], [0, 1], [0, -0.5], [0, -math.inf], [0, 2.0], [0, 1], [0, math.nan])
     row = token_row(sample, byte_tokenizer(64))
-    assert json.loads(json.dumps(row, allow_nan=False))["prev_logprobs"] == [0, None] and row["token_entropies"] == [0, None]
+    assert json.loads(json.dumps(row, allow_nan=False))["prev_logprobs"] == [0, None] and row["token_entropies"] == [
+        0,
+        None,
+    ]
 
 
 def test_sequences_of_an_agent_have_their_tokens_and_say_what_is_not_trained(tmp_path: Path):
     sample = TokenSample([65, 66, 67], [0, 0, 1], [0, 0, -1.25], None, [0, 0, 2.0], [0, 0, 1], [0, 0, 0.25])
     group = group_of("a", 1.0)
     info = replace(group.rollouts[0], untrained=(UntrainedTurn(1, 2, "forced"),))
-    rows = token_rows([(info, sample), (group.rollouts[0], replace(sample, token_ids=[65, 68, 69]))], byte_tokenizer(64))
+    rows = token_rows(
+        [(info, sample), (group.rollouts[0], replace(sample, token_ids=[65, 68, 69]))], byte_tokenizer(64)
+    )
     write_step_data(tmp_path, 7, "train", [group], [], LoggerConfig(), {"0/a/0": rows})
     (row,) = rows_of(tmp_path / "train_data_step7.jsonl.gz")
     assert row["token_ids"] == [65, 66, 67] and row["token_untrained"] == [[1, 2, "forced"]]

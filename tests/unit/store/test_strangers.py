@@ -73,7 +73,9 @@ def nemo_rl(folder: Path, step: int) -> None:
     weights = folder / f"step_{step}/policy/weights/iter_0000000"
     weights.mkdir(parents=True)
     (weights / "__0_0.distcp").write_bytes(b"shard")
-    (folder / f"step_{step}/training_info.json").write_text(json.dumps({"step": step, "consumed_samples": 1, "val_reward": 0.5}))
+    (folder / f"step_{step}/training_info.json").write_text(
+        json.dumps({"step": step, "consumed_samples": 1, "val_reward": 0.5})
+    )
     (folder / f"step_{step}/config.yaml").write_text("grpo: {}")
 
 
@@ -112,14 +114,22 @@ def test_a_folder_of_another_program_is_refused_and_left_as_it_is(tmp_path: Path
     (tmp_path / "model").mkdir()
     (folder := tmp_path / "run").mkdir()
     OTHERS[name](folder)
-    assert_refused(folder, f"mrl did not write {name}. mrl leaves", "choose another folder, or move that out of this one")
+    assert_refused(
+        folder, f"mrl did not write {name}. mrl leaves", "choose another folder, or move that out of this one"
+    )
     # The way out.
     folder.rename(tmp_path / "theirs")
     assert_goes_on(folder, 1)
 
 
 def test_what_mrl_has_not_marked_is_never_removed(folder: Path):
-    for name in ("tmp_old_datasets/precious.txt", "tmp_old_step_7/mine", "step_50_notes/mine", "step_007/mine", "tmp_step_x/mine"):
+    for name in (
+        "tmp_old_datasets/precious.txt",
+        "tmp_old_step_7/mine",
+        "step_50_notes/mine",
+        "step_007/mine",
+        "tmp_step_x/mine",
+    ):
         holding(name)(folder)
     kept = {name: text for name, text in content(folder).items() if text == b"of another program"}
     assert_goes_on(folder, 3)
@@ -146,7 +156,9 @@ def unrenamed(folder: Path) -> None:
         (renamed, "step_5 is the checkpoint of step 2, copied or renamed: give it the name step_2", unrenamed),
     ],
 )
-def test_a_checkpoint_is_of_the_step_that_it_says(folder: Path, make: Callable, said: str, mend: Callable, is_old: bool):
+def test_a_checkpoint_is_of_the_step_that_it_says(
+    folder: Path, make: Callable, said: str, mend: Callable, is_old: bool
+):
     if is_old:
         make_old(folder)
     make(folder)
@@ -224,7 +236,9 @@ def test_an_old_checkpoint_of_a_run_with_other_prompts_is_refused(folder: Path, 
     assert_goes_on(folder, 3)
 
 
-@pytest.mark.parametrize("lose", [lambda path: path.unlink(), lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"{}")])
+@pytest.mark.parametrize(
+    "lose", [lambda path: path.unlink(), lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"{}")]
+)
 def test_a_mark_that_is_lost_is_that_of_the_ledger_and_the_checkpoints(folder: Path, lose: Callable[[Path], None]):
     lose(folder / MARK)
     (folder / "ledger.jsonl").unlink()
@@ -247,7 +261,10 @@ def test_a_run_whose_checkpoints_are_gone_is_begun_anew_only_if_it_is_asked_to(f
     settings = config(folder.parent)
     settings.checkpointing.allow_changes = ["checkpoints"]
     look = look_at_folder(settings, [], is_strict=False)
-    assert not look.problems and "ledger.jsonl has 2 trained steps, and no checkpoint is here: the run starts at step 0" in look.doubts[0]
+    assert (
+        not look.problems
+        and "ledger.jsonl has 2 trained steps, and no checkpoint is here: the run starts at step 0" in look.doubts[0]
+    )
     for attempt in (1, 2):
         anew = RunFolder(settings)
         anew.open()
@@ -272,7 +289,10 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew_unasked(tmp_pat
         with folder:
             pass
         assert checked(tmp_path / "run") == []
-    assert [path.parent.name for path in sorted(tmp_path.glob(f"run/logs/*/earlier_{METRICS}"))] == ["exp_002", "exp_003"]
+    assert [path.parent.name for path in sorted(tmp_path.glob(f"run/logs/*/earlier_{METRICS}"))] == [
+        "exp_002",
+        "exp_003",
+    ]
 
 
 def test_an_interrupted_removal_keeps_the_mark_until_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch):

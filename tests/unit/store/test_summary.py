@@ -18,7 +18,9 @@ from tests.unit.data.test_planning import QWEN
 def group(env_name: str, *verdicts: Verdict, num_turns: int = 1, num_observed: int = 0) -> RolloutGroup:
     prompt = Prompt(env_name, (1, 2), "", "", env_name)
     infos = [
-        RolloutInfo(f"0/{env_name}/{i}", env_name, i, 1, 2, 10, "stop", None, num_observed=num_observed, num_turns=num_turns)
+        RolloutInfo(
+            f"0/{env_name}/{i}", env_name, i, 1, 2, 10, "stop", None, num_observed=num_observed, num_turns=num_turns
+        )
         for i in range(len(verdicts))
     ]
     return RolloutGroup(prompt, tuple(infos), verdicts)
@@ -30,7 +32,13 @@ def good(reward: float, flags: tuple[str, ...] = (), **components: float) -> Ver
 
 GROUPS = [
     group("math", good(1.0), good(0.0), Verdict(0.0, False, "timeout", "", ""), Verdict(0.0, False, "crash", "", "")),
-    group("tools", good(0.5, ("unknown_tool",), form=1.0, state=0.0), good(1.5, form=1.0, state=2.0), num_turns=3, num_observed=4),
+    group(
+        "tools",
+        good(0.5, ("unknown_tool",), form=1.0, state=0.0),
+        good(1.5, form=1.0, state=2.0),
+        num_turns=3,
+        num_observed=4,
+    ),
     group("math", good(1.0), good(1.0)),
 ]
 
@@ -42,7 +50,11 @@ def test_environments_are_counted_apart():
     assert (metrics["rollout/math/reward_std"], metrics["rollout/tools/reward_std"]) == (0.1875**0.5, 0.5)
     assert (metrics["rollout/math/failed"], metrics["rollout/math/timeout"], metrics["rollout/math/crash"]) == (2, 1, 1)
     assert (metrics["rollout/tools/reward_form"], metrics["rollout/tools/reward_state"]) == (1.0, 1.0)
-    assert (metrics["rollout/tools/unknown_tool"], metrics["rollout/tools/failed"], metrics["rollout/tools/turns"]) == (1, 0, 3)
+    assert (metrics["rollout/tools/unknown_tool"], metrics["rollout/tools/failed"], metrics["rollout/tools/turns"]) == (
+        1,
+        0,
+        3,
+    )
     assert metrics["rollout/failed"] == 2
     assert validation_metrics(GROUPS)["val/math/reward"] == 0.75
 
@@ -50,22 +62,38 @@ def test_environments_are_counted_apart():
 def test_an_agents_metrics_do_not_take_the_place_of_the_runs():
     verdict = Verdict(0.5, True, "ok", "", "", metrics={"reward": 9.0, "failed": 9.0, "timeout": 9.0, "luck": 0.25})
     metrics = rollout_metrics([group("far", verdict, good(1.5))], GrpoConfig(), seconds=2.0, num_engine_restarts=0)
-    assert (metrics["rollout/far/reward"], metrics["rollout/far/failed"], metrics["rollout/far/luck"]) == (1.0, 0, 0.125)
+    assert (metrics["rollout/far/reward"], metrics["rollout/far/failed"], metrics["rollout/far/luck"]) == (
+        1.0,
+        0,
+        0.125,
+    )
     assert metrics["rollout/far/own_reward"] == 4.5 and "rollout/far/timeout" not in metrics
 
 
 def test_rates_are_of_generated_tokens():
-    assert rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"] == (6 * 10 + 2 * 6) / 2
+    assert (
+        rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"]
+        == (6 * 10 + 2 * 6) / 2
+    )
 
 
 def test_an_environment_where_all_failed_has_no_reward_to_show():
-    metrics = rollout_metrics([group("math", Verdict(0.0, False, "error", "", ""))], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
-    assert (metrics["rollout/math/failed"], metrics["rollout/math/num_rollouts"], metrics["rollout/math/error"]) == (1, 1, 1)
+    metrics = rollout_metrics(
+        [group("math", Verdict(0.0, False, "error", "", ""))], GrpoConfig(), seconds=1.0, num_engine_restarts=0
+    )
+    assert (metrics["rollout/math/failed"], metrics["rollout/math/num_rollouts"], metrics["rollout/math/error"]) == (
+        1,
+        1,
+        1,
+    )
 
 
 def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     failed = Verdict(1.0, False, "timeout", "", "")
-    groups = [group("math", good(1.0), good(0.0), good(0.0), good(0.0)), group("math", good(0.5), good(1.0), failed, failed)]
+    groups = [
+        group("math", good(1.0), good(0.0), good(0.0), good(0.0)),
+        group("math", good(0.5), good(1.0), failed, failed),
+    ]
     metrics = validation_metrics(groups)
     assert metrics["val/accuracy"] == metrics["val/reward"] == 2.5 / 8
     assert "val/reward" not in validation_metrics([group("math", good(1.0), good(0.0), failed)])
@@ -105,14 +133,24 @@ def test_metrics_of_updates_by_hand():
         {"train/loss": 1.0, "train/num_valid_tokens": 10.0, "train/probs_ratio_min": 1.0, "train/advantages/max": 2.0},
         {"train/loss": 2.0, "train/num_valid_tokens": 30.0, "train/probs_ratio_min": 0.8, "train/advantages/max": 1.5},
     ]
-    joined = {"train/loss": 1.5, "train/num_valid_tokens": 40.0, "train/probs_ratio_min": 0.8, "train/advantages/max": 2.0}
+    joined = {
+        "train/loss": 1.5,
+        "train/num_valid_tokens": 40.0,
+        "train/probs_ratio_min": 0.8,
+        "train/advantages/max": 2.0,
+    }
     assert metrics_of_updates(updates) == joined
     assert metrics_of_updates(updates[:1]) == updates[0]
 
 
 @pytest.mark.parametrize(
     ("precision", "device", "peak"),
-    [("bfloat16", "NVIDIA H200", 989.5), ("bfloat16", "NVIDIA GB200", 2450.0), ("bfloat16", "", None), ("float32", "NVIDIA H200", None)],
+    [
+        ("bfloat16", "NVIDIA H200", 989.5),
+        ("bfloat16", "NVIDIA GB200", 2450.0),
+        ("bfloat16", "", None),
+        ("float32", "NVIDIA H200", None),
+    ],
 )
 def test_the_work_of_a_gpu_by_hand(tmp_path: Path, precision: str, device: str, peak: float | None):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
@@ -121,7 +159,8 @@ def test_the_work_of_a_gpu_by_hand(tmp_path: Path, precision: str, device: str, 
     batch = Batch(tuple(TrainSequence(info, 0.0, True) for info in infos), (), (), 0, 0, {})
     measured = {"time/train": 0.5, "time/total": 3.0, "train/num_logprob_passes": 1.0, "rollout/tokens_per_s": 40.0}
     found = performance_metrics(config, [batch, batch], measured, device=device)
-    # Multiplications of a token in three layers and the output, additions beside them; half of the scores of 4 heads of 6.
+    # Multiplications of a token in three layers and the output, additions beside them; half of the scores of 4 heads of
+    # 6.
     matrices = 3 * (8 * 24 + 2 * 8 * 12 + 24 * 8 + 10 * 8 + 2 * 3 * 8 * 5) + 100 * 8
     forward = sum(2 * matrices * length + 3 * 24 * 2 * length**2 for length in (10, 20, 10, 20))
     tflops = (3 + 1) * forward / 0.5 / 4 / 1e12
@@ -134,8 +173,14 @@ def test_the_work_of_a_gpu_by_hand(tmp_path: Path, precision: str, device: str, 
 def test_proposals_are_counted_over_all_rollouts():
     first = group("math", good(1.0), good(0.0))
     first = replace(
-        first, rollouts=(replace(first.rollouts[0], proposals=Proposals(4, 8, 5)), replace(first.rollouts[1], proposals=Proposals(1, 2, 0)))
+        first,
+        rollouts=(
+            replace(first.rollouts[0], proposals=Proposals(4, 8, 5)),
+            replace(first.rollouts[1], proposals=Proposals(1, 2, 0)),
+        ),
     )
     metrics = rollout_metrics([first], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
     assert (metrics["rollout/spec_acceptance_rate"], metrics["rollout/spec_acceptance_length"]) == (0.5, 2.0)
-    assert "rollout/spec_acceptance_rate" not in rollout_metrics(GROUPS, GrpoConfig(), seconds=1.0, num_engine_restarts=0)
+    assert "rollout/spec_acceptance_rate" not in rollout_metrics(
+        GROUPS, GrpoConfig(), seconds=1.0, num_engine_restarts=0
+    )

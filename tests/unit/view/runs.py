@@ -34,14 +34,32 @@ REFIT = {
 
 def row(step: int, **metrics: float | None) -> dict[str, float | None]:
     """The metrics of a step at which no rule holds; `train__kl_penalty` sets `train/kl_penalty`."""
-    quiet = {"train/reward": 0.1 + 0.01 * step, "train/loss": 0.1, "train/grad_norm": 1.0, "time/total": 2.0, "time/train": 1.0}
+    quiet = {
+        "train/reward": 0.1 + 0.01 * step,
+        "train/loss": 0.1,
+        "train/grad_norm": 1.0,
+        "time/total": 2.0,
+        "time/train": 1.0,
+    }
     return {"step": step, **quiet, **{name.replace("__", "/"): value for name, value in metrics.items()}}
 
 
 def rollout(index: int, text: str, **fields: object) -> dict[str, object]:
     """A line of a dump."""
-    known = {"rewards": float(index % 2), "input_lengths": 9, "advantages": 0.5, "sample_loss_mask": 1.0, "environment": "math"}
-    known |= {"finish_reason": "stop", "masked": None, "reward_components": {}, "prompt_id": f"p:{index // 2}", "idx": index}
+    known = {
+        "rewards": float(index % 2),
+        "input_lengths": 9,
+        "advantages": 0.5,
+        "sample_loss_mask": 1.0,
+        "environment": "math",
+    }
+    known |= {
+        "finish_reason": "stop",
+        "masked": None,
+        "reward_components": {},
+        "prompt_id": f"p:{index // 2}",
+        "idx": index,
+    }
     return {"content": [f"question {index // 2}", text], **known, **fields}
 
 
@@ -59,7 +77,12 @@ def write_dump(folder: Path, step: int, rollouts: list[dict[str, object]], *, at
 def event(name: str, begin_s: float, length_s: float, lane: str = "main", /, **facts: object) -> str:
     """A line of a file of spans, its times in seconds."""
     times = {"ts": round(begin_s * 1e6), "dur": round(length_s * 1e6)}
-    return json.dumps(times | {"ph": "X", "name": name, "pid": 1, "tid": 0, "cat": lane, "args": facts}, separators=(",", ":")) + ",\n"
+    return (
+        json.dumps(
+            times | {"ph": "X", "name": name, "pid": 1, "tid": 0, "cat": lane, "args": facts}, separators=(",", ":")
+        )
+        + ",\n"
+    )
 
 
 def write_spans(folder: Path, process: str, events: Sequence[str], *, attempt: int = 1) -> None:
@@ -71,15 +94,22 @@ def write_spans(folder: Path, process: str, events: Sequence[str], *, attempt: i
 def write_all_spans(folder: Path, *, num_steps: int, attempt: int = 1) -> None:
     """Spans of driver, two ranks, engine and rewards; step N lasts from N to N + 0.9 seconds; all processes work."""
     every = range(1, num_steps + 1)
-    driver = [[event("generation", n, 0.5), event("wait: train_step", n + 0.6, 0.3, calls=2), event("step", n, 0.9, step=n)] for n in every]
-    write_spans(folder, "driver", [event("wait: build", 0.1, 0.5), *(one for step in driver for one in step)], attempt=attempt)
+    driver = [
+        [event("generation", n, 0.5), event("wait: train_step", n + 0.6, 0.3, calls=2), event("step", n, 0.9, step=n)]
+        for n in every
+    ]
+    write_spans(
+        folder, "driver", [event("wait: build", 0.1, 0.5), *(one for step in driver for one in step)], attempt=attempt
+    )
     memory = {"phase": "train", "host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 2 * 10**9}
     for rank in (0, 1):
         work = [event("train_step", n + 0.6, 0.25, **memory | {"gpu_used_bytes": (4 - rank) * 10**9}) for n in every]
         write_spans(folder, f"policy-rank-{rank}", work, attempt=attempt)
     memory = {"phase": "generate", "engine_host_bytes": 3 * 10**9, "gpu_used_bytes": 10**9}
     write_spans(folder, "engine-0", [event("generate", n, 0.45, **memory) for n in every], attempt=attempt)
-    write_spans(folder, "rewards", [event("score", n + 0.3, 0.1, "math worker 0", rollouts=8) for n in every], attempt=attempt)
+    write_spans(
+        folder, "rewards", [event("score", n + 0.3, 0.1, "math worker 0", rollouts=8) for n in every], attempt=attempt
+    )
 
 
 def make_run(folder: Path, *, num_steps: int = 5) -> Path:
@@ -99,7 +129,10 @@ def make_long_run(folder: Path, *, num_steps: int = 1000) -> Path:
     make_run(folder, num_steps=1)
     write_metrics(
         folder,
-        [row(step, **{f"train__metric_{index}": hash((step, index)) / 7e17 for index in range(100)}) for step in range(1, num_steps + 1)],
+        [
+            row(step, **{f"train__metric_{index}": hash((step, index)) / 7e17 for index in range(100)})
+            for step in range(1, num_steps + 1)
+        ],
     )
     for step in range(1, num_steps + 1, 25):
         drawn = random.Random(step)

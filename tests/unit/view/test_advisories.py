@@ -26,7 +26,8 @@ def test_a_healthy_run_gets_no_advice():
 # Per rule: the rows at which it holds, and what is the most that does not make it hold.
 CASES: dict[str, tuple[list[Row], list[Row]]] = {
     "not_finite": (steps(1, train__loss=None), steps(1, train__loss=9e9)),
-    "engines_die": ([row(i, rollout__engine_restarts=i) for i in range(1, 5)], [row(i, rollout__engine_restarts=7) for i in range(1, 9)]),
+    "engines_die": ([row(i, rollout__engine_restarts=i) for i in range(1, 5)],
+                    [row(i, rollout__engine_restarts=7) for i in range(1, 9)]),
     "no_signal": (steps(3, rollout__groups_without_signal=4),
                   [*steps(2, rollout__groups_without_signal=4), row(3, rollout__groups_without_signal=3)]),
     "writes_lost": (steps(1, logger__lost=1), steps(1, logger__lost=0)),
@@ -40,7 +41,8 @@ CASES: dict[str, tuple[list[Row], list[Row]]] = {
     "dlogp": (steps(3, train__mean_abs_dlogp=0.06), steps(3, train__mean_abs_dlogp=0.04)),
     "truncated": (steps(3, rollout__truncated_fraction=0.3), steps(3, rollout__truncated_fraction=0.19)),
     "masked": ([row(1, rollout__math__num_rollouts=8, rollout__code__num_rollouts=10, rollout__code__failed=2)],
-               [row(1, rollout__math__num_rollouts=8, rollout__math__failed=0, rollout__code__num_rollouts=10, rollout__code__failed=1)]),
+               [row(1, rollout__math__num_rollouts=8, rollout__math__failed=0, rollout__code__num_rollouts=10,
+                    rollout__code__failed=1)]),
     "router": (steps(3, train__moe__unused_experts_worst=0.6), steps(3, train__moe__unused_experts_worst=0.4)),
     "idle": (steps(5, rollout__engine_idle_fraction=0.6), steps(4, rollout__engine_idle_fraction=0.6)),
     "lag": (steps(5, train__max_trajectory_age=2), steps(5, train__max_trajectory_age=1)),
@@ -73,7 +75,10 @@ def test_an_advisory_says_what_was_seen_why_and_which_key():
 
 def test_the_console_hears_of_a_rule_once():
     advisor = Advisor(FACTS)
-    heard = [[advisory.key for advisory in advisor.new(row(step, train__kl_penalty=0.1 * step))] for step in range(1, 3 * WINDOW)]
+    heard = [
+        [advisory.key for advisory in advisor.new(row(step, train__kl_penalty=0.1 * step))]
+        for step in range(1, 3 * WINDOW)
+    ]
     assert [index + 1 for index, found in enumerate(heard) if found] == [6] and heard[5] == ["kl"]
 
 
@@ -88,5 +93,7 @@ def test_every_key_to_turn_is_a_key_of_the_config():
     sections = r"(?:policy|grpo|loss_fn|checkpointing|logger)"
     named = {name for rule in RULES for name in re.findall(rf"\b{sections}(?:\.\w+)+", rule.turn)}
     assert (
-        len(named) > 10 and {name for name in named if f"`{name}" not in manual and f"`{name.rpartition('.')[2]}`" not in manual} == set()
+        len(named) > 10
+        and {name for name in named if f"`{name}" not in manual and f"`{name.rpartition('.')[2]}`" not in manual}
+        == set()
     )

@@ -23,10 +23,15 @@ def test_the_page_holds_what_the_files_say(tmp_path: Path):
     progress = dict(run["progress"])
     assert progress["step"] == "5 of 50" and progress["last checkpoint"] == "step 4"
     assert re.fullmatch(r"about 0:01:30, until \d{4}-\d\d-\d\d \d\d:\d\d \S+", progress["time left"])
-    assert run["files"] == ["config.yaml", "metrics.jsonl", "logs/exp_001/", "logs/exp_001/actors/"] and dict(run["about"])["seed"] == "7"
+    assert (
+        run["files"] == ["config.yaml", "metrics.jsonl", "logs/exp_001/", "logs/exp_001/actors/"]
+        and dict(run["about"])["seed"] == "7"
+    )
     assert progress["held-out accuracy"] == "0.250 at step 0, 0.250 at step 0" and dict(run["about"])["model"] == "tiny"
     assert run["health"] == {"level": "ok", "reason": "No problems found."}
-    assert [row["content"][1] for row in run["rollouts"]["train_data_step5"]] == [f"answer {index} of step 5" for index in range(8)]
+    assert [row["content"][1] for row in run["rollouts"]["train_data_step5"]] == [
+        f"answer {index} of step 5" for index in range(8)
+    ]
 
 
 def test_what_models_write_cannot_leave_the_data_block(tmp_path: Path):
@@ -34,7 +39,11 @@ def test_what_models_write_cannot_leave_the_data_block(tmp_path: Path):
     write_dump(folder, 1, [rollout(0, "</script><script>alert(1)</script><img src=https://example.com/x>")])
     write_report(folder / "report.html")
     text = (folder / "report.html").read_text()
-    assert "alert(1)" not in text and text.count("<script") == 2 and not re.findall(r"(?:src|href)\s*=", text.partition("<script>")[0])
+    assert (
+        "alert(1)" not in text
+        and text.count("<script") == 2
+        and not re.findall(r"(?:src|href)\s*=", text.partition("<script>")[0])
+    )
     assert "alert(1)" in json.dumps(read_page(text))
 
 
@@ -51,7 +60,10 @@ def test_a_folder_without_a_step_has_a_page(tmp_path: Path):
 def test_an_advisory_makes_the_health(tmp_path: Path):
     folder = make_run(tmp_path / "run")
     write_metrics(folder, [row(1, train__kl_penalty=0.7)])
-    assert run_data(folder)["health"] == {"level": "look", "reason": "Kl = 0.7 (above 0.5): the policy runs away from the reference."}
+    assert run_data(folder)["health"] == {
+        "level": "look",
+        "reason": "Kl = 0.7 (above 0.5): the policy runs away from the reference.",
+    }
 
 
 def test_a_step_that_ran_again_shows_its_newer_rollouts(tmp_path: Path):
@@ -80,7 +92,13 @@ def test_the_memory_that_the_plan_predicts_stands_beside_what_ranks_held(tmp_pat
     (folder / "about.json").write_text(json.dumps({"mrl": "1.0", "plan": {"train": 5 * 10**9, "refit": 10**9}}))
     run = run_data(folder)
     assert run["memory"] == [
-        {"phase": "train", "predicted_bytes": 5 * 10**9, "host_bytes": 10**9, "gpu_peak_bytes": 10**9, "gpu_used_bytes": 4 * 10**9},
+        {
+            "phase": "train",
+            "predicted_bytes": 5 * 10**9,
+            "host_bytes": 10**9,
+            "gpu_peak_bytes": 10**9,
+            "gpu_used_bytes": 4 * 10**9,
+        },
         {"phase": "refit", "predicted_bytes": 10**9},
         {"phase": "generate", "predicted_bytes": None, "engine_host_bytes": 3 * 10**9, "gpu_used_bytes": 10**9},
     ]
@@ -101,7 +119,10 @@ def test_checkpoints_are_counted_by_their_manifests(tmp_path: Path):
         (folder / f"step_{step}/COMPLETE").write_text("")
         (folder / f"step_{step}/manifest.json").write_text(json.dumps({"a": {"bytes": size}, "b": {"bytes": 5}}))
     (folder / "step_30").mkdir()
-    assert run_data(folder)["checkpoints"] == [{"step": 3, "files": 2, "bytes": 15}, {"step": 20, "files": 2, "bytes": 1005}]
+    assert run_data(folder)["checkpoints"] == [
+        {"step": 3, "files": 2, "bytes": 15},
+        {"step": 20, "files": 2, "bytes": 1005},
+    ]
 
 
 def test_an_evaluation_has_its_scores_and_its_answers(tmp_path: Path):

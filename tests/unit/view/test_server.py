@@ -46,7 +46,8 @@ def test_it_shows_all_runs_and_gives_rollouts_on_demand(address: str):
 
 
 @pytest.mark.parametrize(
-    "path", ["rollouts/0/../../config", "rollouts/2/train_data_step1", "rollouts/x/y", "rollouts/0/train_data_step99", "etc"]
+    "path",
+    ["rollouts/0/../../config", "rollouts/2/train_data_step1", "rollouts/x/y", "rollouts/0/train_data_step99", "etc"],
 )
 def test_nothing_else_is_served(address: str, path: str):
     assert get(f"{address}/token/{path}")[0] == 404
@@ -96,7 +97,11 @@ def test_hostile_values_of_a_query_are_not_found(address: str, query: str):
 
 @pytest.mark.attack("a run folder of a stranger")
 def test_hostile_marks_of_what_was_seen_get_the_page_anew(address: str):
-    codes = {get(f"{address}/token/data?{name}={urllib.parse.quote(value, safe='%')}")[0] for value in HOSTILE for name in ("seen", "x")}
+    codes = {
+        get(f"{address}/token/data?{name}={urllib.parse.quote(value, safe='%')}")[0]
+        for value in HOSTILE
+        for name in ("seen", "x")
+    }
     assert codes == {200} and get(f"{address}/token/data?{'seen=1&' * 5000}")[0] == 200
     assert get(f"{address}/{urllib.parse.quote(HOSTILE[0])}/data")[0] == 403
 

@@ -37,7 +37,11 @@ def load(workplace: Path) -> Callable[..., tuple[RunConfig, Migration]]:
         (f"{KWARGS}.max_num_batched_tokens=9000", f"{ENGINE}.max_num_batched_tokens", 9000),
         (f"{KWARGS}.enable_prefix_caching=true", f"{ENGINE}.enable_prefix_caching", True),
         (f"{ENGINE}.enable_prefix_caching=false", f"{ENGINE}.enable_prefix_caching", False),
-        ("policy.sequence_packing.algorithm=modified_ffd", "policy.sequence_packing.algorithm", "modified_first_fit_decreasing"),
+        (
+            "policy.sequence_packing.algorithm=modified_ffd",
+            "policy.sequence_packing.algorithm",
+            "modified_first_fit_decreasing",
+        ),
         ("policy.max_grad_norm=null", "policy.max_grad_norm", 0.0),
         ("policy.max_grad_norm=null", f"{MEGATRON}.optimizer.clip_grad", 0.0),
         (f"{MEGATRON}.optimizer.clip_grad=0", "policy.max_grad_norm", 0.0),
@@ -47,8 +51,16 @@ def load(workplace: Path) -> Callable[..., tuple[RunConfig, Migration]]:
         ("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_min", 1.0),
         ("policy.dtensor_cfg.expert_parallel_size=4", f"{MEGATRON}.expert_model_parallel_size", 4),
         ("policy.logprob_chunk_size=64", "policy.output_chunk_tokens", 64),
-        (f"{CHAT}.default_chat_template_kwargs.enable_thinking=false", f"{CHAT}.default_chat_template_kwargs", {"enable_thinking": False}),
-        (f"{CHAT}.chat_template_kwargs.enable_thinking=true", f"{CHAT}.default_chat_template_kwargs", {"enable_thinking": True}),
+        (
+            f"{CHAT}.default_chat_template_kwargs.enable_thinking=false",
+            f"{CHAT}.default_chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
+        (
+            f"{CHAT}.chat_template_kwargs.enable_thinking=true",
+            f"{CHAT}.default_chat_template_kwargs",
+            {"enable_thinking": True},
+        ),
         (f"{CHAT}.chat_template=null", f"{CHAT}.chat_template", "default"),
         (f"{GYM_MODEL}.extra_body.chat_template_kwargs.a=1", "policy.tokenizer.chat_template_kwargs", {"a": 1}),
         (f"{GYM_MODEL}.chat_template_kwargs.a=1", "policy.tokenizer.chat_template_kwargs", {"a": 1}),
@@ -61,8 +73,12 @@ def test_a_value_arrives(load: Callable[..., tuple[RunConfig, Migration]], overr
 
 
 def test_two_names_of_an_engine_s_argument_must_agree(load: Callable[..., tuple[RunConfig, Migration]]):
-    assert load(f"{KWARGS}.max_num_seqs=64", f"{ENGINE}.max_num_seqs=64")[0].policy.generation.vllm_cfg.max_num_seqs == 64
-    with pytest.raises(ConfigError, match="two names of policy.generation.vllm_cfg.max_num_seqs, which is 32; keep one of them"):
+    assert (
+        load(f"{KWARGS}.max_num_seqs=64", f"{ENGINE}.max_num_seqs=64")[0].policy.generation.vllm_cfg.max_num_seqs == 64
+    )
+    with pytest.raises(
+        ConfigError, match="two names of policy.generation.vllm_cfg.max_num_seqs, which is 32; keep one of them"
+    ):
         load(f"{KWARGS}.max_num_seqs=64", f"{ENGINE}.max_num_seqs=32")
 
 
@@ -136,7 +152,11 @@ def test_values_that_mean_something_else_are_refused(load: Callable[..., tuple[R
 
 
 def test_rows_fit_sequence_parallelism_whatever_the_multiple(load: Callable[..., tuple[RunConfig, Migration]]):
-    parallel = (f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true", "cluster.cpu_units_per_node=2")
+    parallel = (
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+        f"{MEGATRON}.sequence_parallel=true",
+        "cluster.cpu_units_per_node=2",
+    )
     packing = "policy.sequence_packing.sequence_length_round=1"
     multiples = {}
     for multiple in (1, 2, 3, 4):
@@ -168,7 +188,9 @@ def test_a_model_that_the_launcher_names_is_still_to_be_provided(load: Callable[
     assert any(str(problem).startswith("policy.model_name=<model>: no readable config.json") for problem in problems)
 
 
-def test_the_home_of_the_hub_has_its_default(load: Callable[..., tuple[RunConfig, Migration]], monkeypatch: pytest.MonkeyPatch):
+def test_the_home_of_the_hub_has_its_default(
+    load: Callable[..., tuple[RunConfig, Migration]], monkeypatch: pytest.MonkeyPatch
+):
     override = "data.train.data_path=${oc.env:HF_HOME}/rows.jsonl"
     monkeypatch.setenv("HF_HOME", "/home/of/hub")
     assert load(override)[0].data.train.data_path == "/home/of/hub/rows.jsonl"
@@ -187,7 +209,9 @@ def test_what_has_no_effect_may_follow_what_is_not_there(load: Callable[..., tup
 def test_multiple_choice_is_an_environment_of_its_own(load: Callable[..., tuple[RunConfig, Migration]]):
     for kind, env_name in (("math", "math"), ("english_multichoice", "mcqa"), ("multilingual_multichoice", "mcqa")):
         assert load(f"env.math.verifier_type={kind}")[0].data.default.env_name == env_name
-    named = load("env.math.verifier_type=english_multichoice", "data.default.env_name=code", "data.train.env_name=math")[0].data
+    named = load(
+        "env.math.verifier_type=english_multichoice", "data.default.env_name=code", "data.train.env_name=math"
+    )[0].data
     assert (named.default.env_name, named.train.env_name) == ("code", "mcqa")
     with pytest.raises(ConfigError, match="no such verifier; use one of math, english_multichoice"):
         load("env.math.verifier_type=oracle")

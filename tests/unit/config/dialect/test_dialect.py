@@ -86,7 +86,10 @@ def test_two_names_with_two_values_are_refused(refused: Callable[..., str], load
 def test_two_names_in_one_file_are_refused(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text("policy: {model_name: m}\ndata: {train_jsonl_fpath: a, train: {data_path: b}}\n")
-    with pytest.raises(ConfigError, match="data.train_jsonl_fpath=a .* and data.train.data_path=b .*: two names of data.train.data_path"):
+    with pytest.raises(
+        ConfigError,
+        match="data.train_jsonl_fpath=a .* and data.train.data_path=b .*: two names of data.train.data_path",
+    ):
         load_config(path)
 
 
@@ -99,8 +102,14 @@ def test_no_effect_is_reported_with_the_reason(tmp_path: Path):
     path.write_text(REQUIRED + "data_plane: {enabled: true}\n")
     _, migration = load_run(path, ["policy.generation_batch_size=64"])
     assert migration.sections()["without effect"] == [
-        "data_plane.enabled=true (config.yaml:3): rollouts stay where they were made, and their readers pull them; no service lies between",
-        "policy.generation_batch_size=64 (command line): NeMo RL reads it nowhere, and there is nothing for it to say here",
+        (
+            "data_plane.enabled=true (config.yaml:3): rollouts stay where they were made, and their readers pull them; "
+            "no service lies between"
+        ),
+        (
+            "policy.generation_batch_size=64 (command line): NeMo RL reads it nowhere, and there is nothing for it to "
+            "say here"
+        ),
     ]
 
 
@@ -108,7 +117,10 @@ def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], l
     load("", "policy.draft={enabled: false, loss_weight: 0.1}", "policy.megatron_cfg.mtp_num_layers=0")
     said = refused("", "policy.draft.enabled=true", "policy.megatron_cfg.pipeline_dtype=bfloat16")
     assert "policy.draft.enabled=true (command line): draft models are not trained; set it to false" in said
-    assert "policy.megatron_cfg.pipeline_dtype=bfloat16 (command line): stages hand on activations as they are; leave it out" in said
+    assert (
+        "policy.megatron_cfg.pipeline_dtype=bfloat16 (command line): stages hand on activations as they are; leave "
+        "it out"
+    ) in said
 
 
 def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]):
@@ -129,7 +141,14 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
 
 
 UNKNOWN = {"boolean": "maybe", "number": "many", "text": 7, "list": 7, "mapping": 7}
-KNOWN = {"boolean": [True, False], "number": [3, 0.5], "text": ["a"], "list": [["a"]], "mapping": [{"a": 1}], "any": ["a", 3]}
+KNOWN = {
+    "boolean": [True, False],
+    "number": [3, 0.5],
+    "text": ["a"],
+    "list": [["a"]],
+    "mapping": [{"a": 1}],
+    "any": ["a", 3],
+}
 
 
 @pytest.mark.parametrize("key", [key for key, entry in FOREIGN.items() if entry.same is not None])
@@ -151,10 +170,14 @@ def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
         assert isinstance(value, str) and "${" in value or said(value) == []
     if entry.refused != "any":
         (problem,) = said(UNKNOWN[entry.refused] if isinstance(entry.refused, str) else "unheard_of")
-        assert "no such value; known are " in problem and entry.reason not in problem and problem.endswith(entry.way_out)
+        assert (
+            "no such value; known are " in problem and entry.reason not in problem and problem.endswith(entry.way_out)
+        )
 
 
-def test_a_key_that_is_read_beside_another_value_only_has_no_effect_elsewhere(load: Callable[..., RunConfig], refused: Callable[..., str]):
+def test_a_key_that_is_read_beside_another_value_only_has_no_effect_elsewhere(
+    load: Callable[..., RunConfig], refused: Callable[..., str]
+):
     key, dispatcher = "policy.megatron_cfg.moe_flex_dispatcher_backend", "policy.megatron_cfg.moe_token_dispatcher_type"
     for value in ("alltoall", "hybridep", "deepep"):
         load("", f"{key}={value}", f"{dispatcher}=alltoall")
@@ -172,7 +195,8 @@ grpo:
   orm_advantage_weight: 0
   use_orm_advantage: false
   seq_logprob_error_force_on_policy: false
-loss_fn: {behaviour_kl_input_clamp_value: 20, behaviour_kl_output_clamp_value: 10, behaviour_kl_penalty: 0, behaviour_kl_type: k3}
+loss_fn: {behaviour_kl_input_clamp_value: 20, behaviour_kl_output_clamp_value: 10, behaviour_kl_penalty: 0,
+  behaviour_kl_type: k3}
 """
 
 
@@ -201,7 +225,9 @@ def test_off_values_of_what_only_nemo_rl_has_pass(key: str):
         assert (problems == []) == passes == bool(migration.without_effect)
 
 
-def test_sections_for_references_only_have_a_leading_underscore(load: Callable[..., RunConfig], refused: Callable[..., str]):
+def test_sections_for_references_only_have_a_leading_underscore(
+    load: Callable[..., RunConfig], refused: Callable[..., str]
+):
     text = "_teachers: {general: /models/g, math: '${_teachers.general}', unused: 3}\n"
     config = load(text, "policy.model_name=${_teachers.math}", "logger.wandb.name=${_teachers.general}")
     assert (config.policy.model_name, config.logger.wandb.name) == ("/models/g", "/models/g")
@@ -249,16 +275,31 @@ def test_one_value_of_a_text_is_told_from_slips(refused: Callable[..., str], ove
 def test_dtensor_is_translated(load: Callable[..., RunConfig]):
     policy = load(
         "",
-        "policy.dtensor_cfg={enabled: true, tensor_parallel_size: 4, context_parallel_size: 2, activation_checkpointing: true}",
-        "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 8, match_all_linear: false, target_modules: [q_proj,k_proj,v_proj]}",
+        (
+            "policy.dtensor_cfg={enabled: true, tensor_parallel_size: 4, context_parallel_size: 2, "
+            "activation_checkpointing: true}"
+        ),
+        (
+            "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 8, match_all_linear: false, target_modules: "
+            "[q_proj,k_proj,v_proj]}"
+        ),
         "policy.dtensor_cfg.lora_cfg.lora_A_init=uniform",
         "policy.megatron_cfg.enabled=false",
         "policy.megatron_cfg.pipeline_model_parallel_size=2",
         "policy.precision=bfloat16",
     ).policy
     megatron = policy.megatron_cfg
-    assert (megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size) == (4, 2, 1)
-    assert megatron.sequence_parallel and megatron.activation_checkpointing and megatron.enabled and megatron.optimizer.bf16
+    assert (
+        megatron.tensor_model_parallel_size,
+        megatron.context_parallel_size,
+        megatron.pipeline_model_parallel_size,
+    ) == (4, 2, 1)
+    assert (
+        megatron.sequence_parallel
+        and megatron.activation_checkpointing
+        and megatron.enabled
+        and megatron.optimizer.bf16
+    )
     assert (megatron.peft.enabled, megatron.peft.dim, megatron.peft.alpha) == (True, 16, 8)
     assert (megatron.peft.target_modules, megatron.peft.lora_A_init_method) == (["linear_qkv"], "kaiming")
     assert policy.make_sequence_length_divisible_by == 4
@@ -267,16 +308,30 @@ def test_dtensor_is_translated(load: Callable[..., RunConfig]):
 def test_a_torch_optimizer_and_its_schedule_are_translated():
     megatron = load_config(NEMO_RL / "grpo_math_8B.yaml", ["data.train.data_path=d"]).policy.megatron_cfg
     assert (megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.optimizer.weight_decay) == (3e-7, 3e-7, 0.01)
-    assert (megatron.optimizer.adam_beta1, megatron.optimizer.adam_beta2, megatron.optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+    assert (megatron.optimizer.adam_beta1, megatron.optimizer.adam_beta2, megatron.optimizer.adam_eps) == (
+        0.9,
+        0.999,
+        1e-8,
+    )
     scheduler = megatron.scheduler
-    assert (scheduler.lr_decay_style, scheduler.lr_warmup_iters, scheduler.lr_warmup_init) == ("constant", 13, pytest.approx(3e-8))
+    assert (scheduler.lr_decay_style, scheduler.lr_warmup_iters, scheduler.lr_warmup_init) == (
+        "constant",
+        13,
+        pytest.approx(3e-8),
+    )
 
 
 @pytest.mark.parametrize(
     ("phase", "expected"),
     [
-        ("{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 90, eta_min: 1.0e-7}}", ("cosine", 100, 1e-7)),
-        ("{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, end_factor: 0.5, total_iters: 40}}", ("linear", 50, 5e-6)),
+        (
+            "{name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 90, eta_min: 1.0e-7}}",
+            ("cosine", 100, 1e-7),
+        ),
+        (
+            "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, end_factor: 0.5, total_iters: 40}}",
+            ("linear", 50, 5e-6),
+        ),
     ],
 )
 def test_decays_are_translated(load: Callable[..., RunConfig], phase: str, expected: tuple[str, int, float]):
@@ -291,16 +346,25 @@ def test_decays_are_translated(load: Callable[..., RunConfig], phase: str, expec
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}}", "torch.optim.SGD is not supported; use torch.optim.AdamW"),
+        (
+            "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}}",
+            "torch.optim.SGD is not supported; use torch.optim.AdamW",
+        ),
         ("policy.optimizer.kwargs.betas=[0.9]", "AdamW has two"),
         (
             "policy.scheduler={name: torch.optim.lr_scheduler.StepLR, kwargs: {step_size: 5}}",
             "set it to null and write policy.megatron_cfg.scheduler",
         ),
-        ("policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]", "set it to null and write"),
+        (
+            "policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]",
+            "set it to null and write",
+        ),
         ("policy.dtensor_cfg.lora_cfg.target_modules=[q_proj]", "q_proj: no whole layer of Megatron"),
         ("policy.dtensor_cfg.lora_cfg.lora_A_init=zeros", "use one of xavier, uniform"),
-        ("policy.dtensor_cfg.tensor_paralel_size=2", "no such key; the nearest is policy.dtensor_cfg.tensor_parallel_size"),
+        (
+            "policy.dtensor_cfg.tensor_paralel_size=2",
+            "no such key; the nearest is policy.dtensor_cfg.tensor_parallel_size",
+        ),
     ],
 )
 def test_torch_settings_without_a_counterpart_are_refused(refused: Callable[..., str], override: str, said: str):
@@ -310,7 +374,11 @@ def test_torch_settings_without_a_counterpart_are_refused(refused: Callable[...,
 def test_the_backend_that_is_off_has_no_effect(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(REQUIRED)
-    overrides = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.dtensor_cfg.tensor_parallel_size=8"]
+    overrides = [
+        "policy.megatron_cfg.enabled=true",
+        "policy.dtensor_cfg.enabled=false",
+        "policy.dtensor_cfg.tensor_parallel_size=8",
+    ]
     config, migration = load_run(path, [*overrides, "policy.optimizer.kwargs.lr=1"])
     assert config.policy.megatron_cfg.tensor_model_parallel_size == 1
     assert config.policy.megatron_cfg.optimizer.lr == RunConfig().policy.megatron_cfg.optimizer.lr
@@ -326,16 +394,23 @@ def test_two_backends_are_refused(refused: Callable[..., str]):
 
 
 def test_a_key_may_follow_a_key_that_only_nemo_rl_has(load: Callable[..., RunConfig]):
-    policy = load("", "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.seed=${policy.dtensor_cfg.tensor_parallel_size}")
+    policy = load(
+        "", "policy.dtensor_cfg.tensor_parallel_size=2", "grpo.seed=${policy.dtensor_cfg.tensor_parallel_size}"
+    )
     assert policy.grpo.seed == 2
 
 
 def test_a_switch_of_vllm_s_compiler_names_it_now(refused: Callable[..., str], load: Callable[..., RunConfig]):
     compilation = "policy.generation.vllm_kwargs.compilation_config"
-    kwargs = load("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=eager").policy.generation.vllm_kwargs
+    kwargs = load(
+        "", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=eager"
+    ).policy.generation.vllm_kwargs
     assert kwargs == {"compilation_config": {"backend": "eager"}}
     said = refused("", f"++{compilation}.use_inductor=False", f"++{compilation}.backend=inductor")
-    assert "it means backend=eager, and policy.generation.vllm_kwargs.compilation_config.backend=inductor; keep one of them" in said
+    assert (
+        "it means backend=eager, and policy.generation.vllm_kwargs.compilation_config.backend=inductor; keep one "
+        "of them"
+    ) in said
 
 
 def test_variables_of_dtensor_s_workers_become_megatron_s(load: Callable[..., RunConfig]):
@@ -352,7 +427,10 @@ def test_a_prompt_file_of_nemo_rl_falls_back_to_the_packaged_one(tmp_path: Path,
     assert config.data.default.prompt_file == str(packaged)
     assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
     assert migration.translated == [f"data.default.prompt_file=examples/prompts/cot.txt (command line) -> {packaged}"]
-    assert load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file == "prompts/other.txt"
+    assert (
+        load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file
+        == "prompts/other.txt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -369,7 +447,8 @@ def test_a_single_controller_runs_as_far_ahead_as_its_sampler_lets_it(
     load: Callable[..., RunConfig], sampler: str, lag: int, freshest: bool
 ):
     text = (
-        f"grpo: {{async_grpo: null}}\nasync_rl:\n  recompute_kv_cache_after_weight_updates: true\n  max_inflight_prompts: 4\n  {sampler}\n"
+        f"grpo: {{async_grpo: null}}\nasync_rl:\n  recompute_kv_cache_after_weight_updates: true\n  "
+        f"max_inflight_prompts: 4\n  {sampler}\n"
     )
     found = load(text).grpo.async_grpo
     assert (found.max_lag_steps, found.sample_freshest_first) == (lag, freshest)

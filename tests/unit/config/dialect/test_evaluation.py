@@ -48,17 +48,33 @@ def test_every_key_finds_its_place(path: Path):
     assert (generation.val_temperature, generation.val_top_p, generation.val_top_k) == (0.0, 0.9, None)
     # Those of training are not its business, and 0 would be out of their range.
     assert (generation.temperature, generation.top_p) == (1.0, 1.0)
-    assert generation.max_new_tokens == generation.vllm_cfg.max_model_len == config.policy.max_total_sequence_length == 2048
+    assert (
+        generation.max_new_tokens
+        == generation.vllm_cfg.max_model_len
+        == config.policy.max_total_sequence_length
+        == 2048
+    )
     assert generation.vllm_cfg.tensor_parallel_size == 2 and config.data.max_input_seq_length == 2048
-    assert asked is not None and (asked.dataset_name, asked.processor, asked.repeat) == ("AIME2024", "math_hf_data_processor", 3)
+    assert asked is not None and (asked.dataset_name, asked.processor, asked.repeat) == (
+        "AIME2024",
+        "math_hf_data_processor",
+        3,
+    )
     assert config.eval.metric == "cons@k" and config.env.math.num_workers == 8
     assert "data.dataset_name=AIME2024 (eval.yaml:19) -> data.validation.dataset_name" in migration.renamed
-    (reported,) = (line for line in migration.sections()["without effect"] if line.startswith("generation.num_prompts_per_step=-1"))
+    (reported,) = (
+        line for line in migration.sections()["without effect"] if line.startswith("generation.num_prompts_per_step=-1")
+    )
     assert "at once" in reported
 
 
 def test_local_files_are_asked(path: Path):
-    words = ["data.dataset_name=rows.jsonl", "+data.problem_key=Question", "+data.solution_key=Answer", "generation.temperature=0.6"]
+    words = [
+        "data.dataset_name=rows.jsonl",
+        "+data.problem_key=Question",
+        "+data.solution_key=Answer",
+        "generation.temperature=0.6",
+    ]
     config, _ = load_run(path, [*words, "generation.model_name=other"], to_evaluate=True)
     asked = config.data.validation
     assert asked is not None and (asked.data_path, asked.dataset_name) == ("rows.jsonl", None)
@@ -67,7 +83,9 @@ def test_local_files_are_asked(path: Path):
 
 
 def test_the_schema_s_own_names_win(path: Path):
-    config, _ = load_run(path, ["policy.model_name=/exported", "policy.generation.val_temperature=0.3"], to_evaluate=True)
+    config, _ = load_run(
+        path, ["policy.model_name=/exported", "policy.generation.val_temperature=0.3"], to_evaluate=True
+    )
     assert (config.policy.model_name, config.policy.generation.val_temperature) == ("/exported", 0.3)
 
 
@@ -77,5 +95,7 @@ def test_nothing_is_trained_with_it(path: Path):
 
 
 def test_a_wrong_key_is_still_wrong(path: Path):
-    with pytest.raises(ConfigError, match=r"generation\.temprature=1 .*no such key; the nearest is policy\.generation\.temperature"):
+    with pytest.raises(
+        ConfigError, match=r"generation\.temprature=1 .*no such key; the nearest is policy\.generation\.temperature"
+    ):
         load_run(path, ["generation.temprature=1"], to_evaluate=True)

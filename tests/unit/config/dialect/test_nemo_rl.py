@@ -20,7 +20,9 @@ from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
 FILES = sorted(path.name for path in NEMO_RL.glob("*.yaml"))
-COMMANDS = [line for line in (NEMO_RL / "tutorial_commands.txt").read_text().splitlines() if line and not line.startswith("#")]
+COMMANDS = [
+    line for line in (NEMO_RL / "tutorial_commands.txt").read_text().splitlines() if line and not line.startswith("#")
+]
 
 
 @pytest.fixture
@@ -94,7 +96,23 @@ def num_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *, num
 
 
 VALUES = [
-    *("", "null", "true", "-1", "0", "1e400", "abc", "[1, 2]", "{a: 1}", "${nope}", "${.nope}", "${mul:1}", "${div:1,0}", "???", "'"),
+    *(
+        "",
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1e400",
+        "abc",
+        "[1, 2]",
+        "{a: 1}",
+        "${nope}",
+        "${.nope}",
+        "${mul:1}",
+        "${div:1,0}",
+        "???",
+        "'",
+    ),
     *("&x", "2**64", "${"),
 ]
 
@@ -120,7 +138,8 @@ def damaged(text: str, rng: random.Random) -> str:
         else:
             lines.insert(
                 index,
-                " " * rng.choice([0, 2, 4]) + rng.choice(["_override_: 1", "enabled: maybe", "defaults: nope.yaml", "? [a]: b", "- 1"]),
+                " " * rng.choice([0, 2, 4])
+                + rng.choice(["_override_: 1", "enabled: maybe", "defaults: nope.yaml", "? [a]: b", "- 1"]),
             )
     return "\n".join(lines) + "\n"
 
@@ -131,7 +150,10 @@ def damaged_override(rng: random.Random) -> str:
 
 
 UNUSED = {
-    *(f"grpo.reward_shaping.{name}" for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
+    *(
+        f"grpo.reward_shaping.{name}"
+        for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    ),
     *(f"cluster.master_port_range_{end}" for end in ("low", "high")),
     "logger.mlflow.tracking_uri",
 }
@@ -145,12 +167,16 @@ SERVER = {
 }
 
 
-@pytest.mark.parametrize(("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)])
+@pytest.mark.parametrize(
+    ("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)]
+)
 def test_packaged_configs_mean_what_nemo_rl_s_files_of_their_names_mean(name: str, left_out: set[str]):
     ours, theirs = load_config(packaged_configs() / f"{name}.yaml"), load_config(NEMO_RL / f"{name}.yaml")
     # Runs of several packaged files must not share a folder, nor logs or a name, which follow the folder.
     own = {"logger.log_dir", "logger.wandb.name", "logger.swanlab.name", "logger.mlflow.run_name"}
-    assert {key for key in KEYS.keys() - left_out if value_at(ours, key) != value_at(theirs, key)} - own == {"checkpointing.checkpoint_dir"}
+    assert {key for key in KEYS.keys() - left_out if value_at(ours, key) != value_at(theirs, key)} - own == {
+        "checkpointing.checkpoint_dir"
+    }
 
 
 def test_the_older_form_of_a_file_means_what_the_present_one_means():

@@ -24,7 +24,10 @@ def test_the_packaged_config_has_no_problem(workplace: Path):
 
 
 def dedicated(**resources: int) -> str:
-    return f"{DEDICATED}={{enabled: false, resources: {{{','.join(f'{key}: {value}' for key, value in resources.items())}}}}}"
+    return (
+        f"{DEDICATED}={{enabled: false, resources: "
+        f"{{{','.join(f'{key}: {value}' for key, value in resources.items())}}}}}"
+    )
 
 
 @pytest.mark.parametrize(("nodes", "engine_nodes", "tp", "num_engines"), [(4, 0, 8, 2), (4, 0, 16, 1), (4, 2, 8, 1)])
@@ -42,13 +45,20 @@ DEDICATED_LAYOUTS = [
     ([dedicated(), f"{ENGINE}.tensor_parallel_size=2", "policy.generation.num_cpu_engines=3"], 4, 10, 3),
     (["cluster.gpus_per_node=8", dedicated(gpus_per_node=4)], 4, 8, 4),
     (["cluster.gpus_per_node=8", dedicated(gpus_per_node=4, num_nodes=1), f"{ENGINE}.tensor_parallel_size=2"], 4, 8, 2),
-    (["cluster.gpus_per_node=8", "cluster.num_nodes=4", dedicated(num_nodes=1), f"{ENGINE}.tensor_parallel_size=2"], 24, 32, 4),
+    (
+        ["cluster.gpus_per_node=8", "cluster.num_nodes=4", dedicated(num_nodes=1), f"{ENGINE}.tensor_parallel_size=2"],
+        24,
+        32,
+        4,
+    ),
     (["cluster.gpus_per_node=8", "cluster.num_nodes=4", dedicated(num_nodes=3, gpus_per_node=8)], 8, 32, 24),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "num_policy_ranks", "num_slots", "num_engines"), DEDICATED_LAYOUTS)
-def test_dedicated_engines_that_fit(workplace: Path, overrides: list[str], num_policy_ranks: int, num_slots: int, num_engines: int):
+def test_dedicated_engines_that_fit(
+    workplace: Path, overrides: list[str], num_policy_ranks: int, num_slots: int, num_engines: int
+):
     config = load_config("grpo_tiny.yaml", [*overrides, "grpo.num_generations_per_prompt=24"])
     assert find_problems(config) == []
     assert (config.num_policy_ranks, config.num_slots, config.num_engines) == (num_policy_ranks, num_slots, num_engines)
@@ -77,7 +87,9 @@ def test_every_range_ends_somewhere(written: str):
             expected[key] = f"use a number that is {allowed}"
     problems = {problem.partition("=")[0]: problem for problem in found(*overrides)}
     # Whole numbers refuse what is not finite before their range does.
-    rules = {key: (rule,) if written == "too low" else (rule, "must be a whole number") for key, rule in expected.items()}
+    rules = {
+        key: (rule,) if written == "too low" else (rule, "must be a whole number") for key, rule in expected.items()
+    }
     assert {key: problems[key] for key in rules if not any(rule in problems[key] for rule in rules[key])} == {}
 
 
@@ -92,11 +104,20 @@ def test_unsupported_values_are_refused(workplace: Path, key: str):
     assert isinstance(marker, Only)
     other = not marker.value if isinstance(marker.value, bool) else marker.others[0]
     problems = found(f"{key}={other}")
-    assert any(problem.startswith(f"{key}={str(other).lower()}: {marker.reason}; set it to ") for problem in problems), problems
+    assert any(
+        problem.startswith(f"{key}={str(other).lower()}: {marker.reason}; set it to ") for problem in problems
+    ), problems
 
 
 @pytest.mark.parametrize(
-    "change", [{"model_type": "gpt2"}, {"model_type": "deepseek_v3"}, {"n_groups": 0}, {"layer_norm_epsilon": 1e-6}, {"hidden_size": "64"}]
+    "change",
+    [
+        {"model_type": "gpt2"},
+        {"model_type": "deepseek_v3"},
+        {"n_groups": 0},
+        {"layer_norm_epsilon": 1e-6},
+        {"hidden_size": "64"},
+    ],
 )
 def test_a_model_that_is_not_supported(workplace: Path, change: dict[str, object]):
     path = workplace / "prepared/tiny/model/config.json"
@@ -113,7 +134,11 @@ def test_a_damaged_model_config(workplace: Path, text: str):
 
 
 def test_a_run_that_keeps_all_its_checkpoints_needs_room_for_two(workplace: Path):
-    for overrides, expected in ((("checkpointing.keep_top_k=null",), None), (("checkpointing.keep_top_k=8",), None), ((), 4)):
+    for overrides, expected in (
+        (("checkpointing.keep_top_k=null",), None),
+        (("checkpointing.keep_top_k=8",), None),
+        ((), 4),
+    ):
         assert num_kept_at_most(load_config("grpo_tiny.yaml", overrides)) == expected
     steps = {"sft.max_num_steps=10": None, "sft.max_num_steps=1000": 4, "sft.max_num_steps=-1": 4}
     for override, expected in steps.items():
@@ -132,15 +157,48 @@ def test_no_room_for_checkpoints(workplace: Path, monkeypatch: pytest.MonkeyPatc
     assert found() == []
 
 
-VALUES = ["0", "-1", "1", "2", "3", "7", "1e30", "-1e30", ".nan", ".inf", "0.5", "null", "true", "false", "abc", "''", "[]", "[1]", "{}"]
-VALUES += ["{a: 1}", "${grpo.seed}", "${nope}", "${div:1,0}", "/dev/null/x", "x" * 5000, "1" * 30, "1:2:3:4", "~", "'\\0'"]
+VALUES = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "1e30",
+    "-1e30",
+    ".nan",
+    ".inf",
+    "0.5",
+    "null",
+    "true",
+    "false",
+    "abc",
+    "''",
+    "[]",
+    "[1]",
+    "{}",
+]
+VALUES += [
+    "{a: 1}",
+    "${grpo.seed}",
+    "${nope}",
+    "${div:1,0}",
+    "/dev/null/x",
+    "x" * 5000,
+    "1" * 30,
+    "1:2:3:4",
+    "~",
+    "'\\0'",
+]
 
 
 def random_override(rng: random.Random) -> str:
     key = rng.choice(sorted(KEYS))
     if rng.random() < 0.2:
         position = rng.randrange(len(key))
-        key = rng.choice([key[:position] + rng.choice(".xyz_") + key[position + 1 :], key.rpartition(".")[0], key + ".more"])
+        key = rng.choice(
+            [key[:position] + rng.choice(".xyz_") + key[position + 1 :], key.rpartition(".")[0], key + ".more"]
+        )
     return rng.choice(["", "", "", "+", "++", "~"]) + key + rng.choice(["=", "=", "=", ""]) + rng.choice(VALUES)
 
 

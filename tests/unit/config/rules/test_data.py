@@ -24,7 +24,9 @@ def test_conversations_of_nemo_gym_take_no_prompt_file(workplace: Path):
     (workplace / "cot.txt").write_text("{}")
     for setting in ("prompt_file=cot.txt", "system_prompt=s", "system_key=s"):
         (problem,) = texts_of(load("data.default.processor=nemo_gym_data_processor", f"data.default.{setting}"))
-        assert problem.startswith(f"data.default.{setting}: processor=nemo_gym_data_processor leaves conversations as the rows give")
+        assert problem.startswith(
+            f"data.default.{setting}: processor=nemo_gym_data_processor leaves conversations as the rows give"
+        )
 
 
 def test_a_data_set_has_one_system_message(workplace: Path):
@@ -36,10 +38,20 @@ def test_a_data_set_has_one_system_message(workplace: Path):
 def test_named_data_sets_need_no_path_and_bring_their_validation(workplace: Path):
     config = load("data.train.data_path=null", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
     assert texts_of(config) == []
-    assert (config.data.train.source, config.data.train.held_out, config.data.has_validation) == ("nvidia/OpenMathInstruct-2", 0.05, True)
-    config = load("data.train.split_validation_size=0", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
+    assert (config.data.train.source, config.data.train.held_out, config.data.has_validation) == (
+        "nvidia/OpenMathInstruct-2",
+        0.05,
+        True,
+    )
+    config = load(
+        "data.train.split_validation_size=0", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null"
+    )
     assert (config.data.train.source, config.data.has_validation) == ("prepared/tiny/data/train.jsonl", False)
-    assert [problem for problem in texts_of(config) if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")]
+    assert [
+        problem
+        for problem in texts_of(config)
+        if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")
+    ]
 
 
 def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
@@ -64,7 +76,9 @@ def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):
     (validation,) = data.validation_sets.values()
     assert (validation.split, validation.prompt_file) == ("test", "cot.txt")
     # One set in place of the list, by an override.
-    assert [dataset.data_path for dataset in load_config(path, ["data.train={data_path: c}"]).data.train_sets.values()] == ["c"]
+    assert [
+        dataset.data_path for dataset in load_config(path, ["data.train={data_path: c}"]).data.train_sets.values()
+    ] == ["c"]
 
 
 def test_keys_of_listed_data_sets_are_checked(tmp_path: Path):

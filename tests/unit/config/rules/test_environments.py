@@ -9,7 +9,10 @@ from mrl.config.schema.env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConf
 from mrl.config.schema.generation import ServingChatConfig
 from mrl.config.schema.run import RunConfig
 
-PATHS = ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml", "resources_servers/code_gen/configs/code_gen.yaml"]
+PATHS = [
+    "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
+    "resources_servers/code_gen/configs/code_gen.yaml",
+]
 
 
 def problems_of(config: EnvConfig, env_name: str) -> list[str]:
@@ -50,7 +53,12 @@ def test_agents_of_nemo_gym_take_their_own_number_of_turns():
         return RunConfig(env=env, grpo=GrpoConfig(max_rollout_turns=turns)).max_rollout_turns
 
     gym = EnvConfig(should_use_nemo_gym=True)
-    assert (most_turns(EnvConfig(), 1), most_turns(EnvConfig(), 8), most_turns(gym, 1), most_turns(gym, 8)) == (1, 8, 6, 8)
+    assert (most_turns(EnvConfig(), 1), most_turns(EnvConfig(), 8), most_turns(gym, 1), most_turns(gym, 8)) == (
+        1,
+        8,
+        6,
+        8,
+    )
 
 
 def test_parsers_that_environments_do_not_read_are_refused_by_their_keys():
@@ -58,11 +66,15 @@ def test_parsers_that_environments_do_not_read_are_refused_by_their_keys():
 
     def refused(env: EnvConfig, env_name: str, *, tools: str | None = None, thoughts: str | None = None) -> list[str]:
         run = RunConfig(env=env, data=DataConfig(default=DataDefaultConfig(env_name=env_name)))
-        run.policy.generation.vllm_cfg.http_server_serving_chat_kwargs = ServingChatConfig(tool_parser=tools, reasoning_parser=thoughts)
+        run.policy.generation.vllm_cfg.http_server_serving_chat_kwargs = ServingChatConfig(
+            tool_parser=tools, reasoning_parser=thoughts
+        )
         check_parsers(run, problems := Problems(run))
         return list(map(str, problems.merged))
 
-    gym = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(["resources_servers/workplace_assistant/configs/a.yaml"]))
+    gym = EnvConfig(
+        should_use_nemo_gym=True, nemo_gym=NemoGymConfig(["resources_servers/workplace_assistant/configs/a.yaml"])
+    )
     for env, env_name in ((gym, "nemo_gym"), (EnvConfig(), "workplace_assistant")):
         (problem,) = refused(env, env_name, tools="deepseek_v3")
         assert problem.startswith(f"{chat}.tool_parser=deepseek_v3: ") and "hermes" in problem

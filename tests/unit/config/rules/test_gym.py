@@ -44,7 +44,12 @@ def test_rows_go_to_graders_to_servers_and_to_agents_of_the_user():
     agents = ("mcqa_simple_agent", "math_with_judge_simple_agent", "swe_agents_train", "genrm_simple_agent")
     assert [route_of(agent, alone) for agent in agents] == ["mcqa", "math", None, None]
     assert [route_of(agent, served) for agent in agents] == ["mcqa", "math", "swe_agents_train", "genrm_simple_agent"]
-    assert [is_agent(name, served) for name in ("mcqa", "math", "code", "swe_agents_train")] == [False, False, False, True]
+    assert [is_agent(name, served) for name in ("mcqa", "math", "code", "swe_agents_train")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert not is_agent("swe_agents_train", alone)
     # A model judges there, and math-verify here.
     judged = gym(command=sys.executable, servers=JUDGE)
@@ -61,13 +66,18 @@ def test_the_check_says_which_servers_somebody_starts():
     def routes(config: EnvConfig) -> str:
         return describe_routes(RunConfig(env=config))
 
-    missing = "rows of genrm_compare, swe_agents; nothing starts them: set env.nemo_gym.command or env.nemo_gym.head_server.host"
+    missing = (
+        "rows of genrm_compare, swe_agents; nothing starts them: set env.nemo_gym.command or "
+        "env.nemo_gym.head_server.host"
+    )
     assert routes(gym()) == f"graded here: rows of mcqa, math_with_judge\non NeMo Gym's servers: {missing}"
     assert "rows of genrm_compare, swe_agents; the run starts them by ng_run" in routes(gym(command="ng_run"))
     head = gym(head_server=GymHeadConfig("h", 11000), policy_base_url="http://me:7000/gym/v1", servers=JUDGE)
     assert "graded here: rows of mcqa\n" in routes(head)
     assert "you start them, with their head server at h:11000 and policy_base_url=http://me:7000/gym/v1" in routes(head)
-    assert routes(gym(command="ng_run", embedded=False)).startswith("on NeMo Gym's servers: rows of mcqa, math_with_judge, genrm_compare")
+    assert routes(gym(command="ng_run", embedded=False)).startswith(
+        "on NeMo Gym's servers: rows of mcqa, math_with_judge, genrm_compare"
+    )
     embedded = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(PATHS[:2]))
     assert routes(embedded) == "graded here: rows of mcqa; there is nothing else to start"
     assert routes(EnvConfig()) == ""
@@ -75,7 +85,10 @@ def test_the_check_says_which_servers_somebody_starts():
 
 def test_servers_that_nobody_starts_are_to_be_provided():
     (problem,) = problems_of(gym(servers=JUDGE), "to be provided")
-    assert "no grader for rows of math_with_judge, genrm_compare, swe_agents (math_with_judge: should_use_judge=true)" in problem
+    assert (
+        "no grader for rows of math_with_judge, genrm_compare, swe_agents (math_with_judge: should_use_judge=true)"
+        in problem
+    )
     (problem,) = problems_of(gym(command="/nowhere/ng_run"), "to be provided")
     assert "no such program" in problem
     assert problems_of(gym(command=f"{sys.executable} -m x")) == []
@@ -85,7 +98,10 @@ def test_servers_that_nobody_starts_are_to_be_provided():
     ("config", "messages"),
     [
         (gym(head_server=GymHeadConfig("h")), ["policy_base_url=null: ", "policy_api_key=null: "]),
-        (gym(head_server=GymHeadConfig("h"), policy_base_url="http://me:1/v1", policy_api_key="k"), ["give http://HOST:PORT/gym/v1"]),
+        (
+            gym(head_server=GymHeadConfig("h"), policy_base_url="http://me:1/v1", policy_api_key="k"),
+            ["give http://HOST:PORT/gym/v1"],
+        ),
         (gym(head_server=GymHeadConfig("h"), policy_base_url="http://me:1/gym/v1", policy_api_key="k"), []),
         (gym(command=sys.executable, thinking_tags=["<think>"]), ["an opening and a closing mark"]),
         (EnvConfig(nemo_gym=NemoGymConfig(command=sys.executable)), ["set env.should_use_nemo_gym=true"]),
@@ -110,12 +126,25 @@ def compared(number: object, name: str = "genrm_compare_resources_server") -> di
         ({}, 16, []),  # Gym's own number
         ({}, 8, ["genrm_compare waits for 16 answers of a prompt"]),
         (compared(8), 8, []),
-        (compared(4), 8, ["set env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare.num_rollouts_per_prompt=8"]),
-        (compared(8) | compared(16, "mine"), 8, ["waits for 16 answers of a prompt (env.nemo_gym.mine.resources_servers"]),
+        (
+            compared(4),
+            8,
+            [
+                "set env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare."
+                "num_rollouts_per_prompt=8"
+            ],
+        ),
+        (
+            compared(8) | compared(16, "mine"),
+            8,
+            ["waits for 16 answers of a prompt (env.nemo_gym.mine.resources_servers"],
+        ),
         (compared("8"), 8, ["waits for 8 answers"]),
     ],
 )
-def test_a_server_that_compares_a_group_waits_for_as_many_as_it_has(servers: dict[str, Any], size: int, told: list[str]):
+def test_a_server_that_compares_a_group_waits_for_as_many_as_it_has(
+    servers: dict[str, Any], size: int, told: list[str]
+):
     run = RunConfig(env=gym(command=sys.executable, servers=servers))
     run.grpo.num_generations_per_prompt = size
     check_environments(run, problems := Problems(run))
@@ -144,7 +173,9 @@ def test_servers_tell_validation_by_what_they_send():
     generation.val_top_p, generation.val_top_k = generation.top_p, 3
     check_environments(run, problems := Problems(run))
     (problem,) = map(str, problems.merged)
-    assert problem.startswith("policy.generation.val_top_k=3: env.nemo_gym.command names servers, which ask with temperature and top_p")
+    assert problem.startswith(
+        "policy.generation.val_top_k=3: env.nemo_gym.command names servers, which ask with temperature and top_p"
+    )
     generation.val_temperature = 0.0
     check_environments(run, problems := Problems(run))
     assert not problems.merged
@@ -179,7 +210,9 @@ def test_keys_of_servers_are_handed_on_to_a_run_that_starts_them(load: Callable[
         "judge_api_key": "secret",
     }
     # What is ours, too, keeps its meaning here.
-    assert config.env.code.num_workers == 64 and config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": True}
+    assert config.env.code.num_workers == 64 and config.policy.tokenizer.chat_template_kwargs == {
+        "enable_thinking": True
+    }
     without = load(*KEYS)
     assert without.env.nemo_gym.servers == JUDGE and without.env.code.num_workers == 64
 

@@ -35,7 +35,8 @@ def words(section: str, model: str, workplace: Path) -> list[str]:
 
 @pytest.mark.parametrize("section", RUNS)
 @pytest.mark.parametrize(
-    ("model", "reason"), [("gone", "no readable config.json"), ("half", "the weights are not all here (no readable model.saf")]
+    ("model", "reason"),
+    [("gone", "no readable config.json"), ("half", "the weights are not all here (no readable model.saf")],
 )
 def test_a_model_that_is_not_here_is_to_be_provided(workplace: Path, section: str, model: str, reason: str):
     name, *overrides = words(section, model, workplace)

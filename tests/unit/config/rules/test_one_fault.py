@@ -26,12 +26,24 @@ MARKERS = markers()
 SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 BREAKS = [f"policy.megatron_cfg.{name}_parallel_size={size}" for name in SIZES for size in (3, 7)]
 BREAKS += ["policy.generation.vllm_cfg.tensor_parallel_size=3", "policy.generation.vllm_cfg.expert_parallel_size=1000"]
-BREAKS += ["cluster.num_nodes=7", "grpo.num_generations_per_prompt=1", "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1000"]
+BREAKS += [
+    "cluster.num_nodes=7",
+    "grpo.num_generations_per_prompt=1",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1000",
+]
 BREAKS += ["loss_fn.use_kl_in_reward=true", "policy.generation.stop_strings=['']", "policy.train_global_batch_size=7"]
-BREAKS += ["policy.dynamic_batching.enabled=true", "policy.megatron_cfg.freeze_config.modules=[nothing]", "checkpointing.metric_name=x"]
+BREAKS += [
+    "policy.dynamic_batching.enabled=true",
+    "policy.megatron_cfg.freeze_config.modules=[nothing]",
+    "checkpointing.metric_name=x",
+]
 BREAKS += ["policy.megatron_cfg.optimizer.clip_grad=-1"]
 # Each config has an eighth of them here, and each of them several configs; part "config" tries every pair.
-PAIRS = [(name, override, (position + index) % 8 > 0) for position, name in enumerate(CONFIGS) for index, override in enumerate(BREAKS)]
+PAIRS = [
+    (name, override, (position + index) % 8 > 0)
+    for position, name in enumerate(CONFIGS)
+    for index, override in enumerate(BREAKS)
+]
 
 
 def model_of(name: str, workplace: Path) -> list[str]:
@@ -39,7 +51,9 @@ def model_of(name: str, workplace: Path) -> list[str]:
     if name not in MODELS:
         return []
     (workplace / "model").mkdir()
-    (workplace / "model/config.json").write_text((ROOT / f"scripts/bench/models/{MODELS[name]}.config.json").read_text())
+    (workplace / "model/config.json").write_text(
+        (ROOT / f"scripts/bench/models/{MODELS[name]}.config.json").read_text()
+    )
     return ["policy.model_name=model"]
 
 
@@ -47,14 +61,20 @@ def refused(name: str, *overrides: str) -> list[str]:
     return list(map(str, check.examine(name, overrides).refused))
 
 
-@pytest.mark.parametrize(("name", "is_long"), [*product(CONFIGS, [False]), *(pytest.param(name, True, marks=LONG) for name in CONFIGS)])
+@pytest.mark.parametrize(
+    ("name", "is_long"), [*product(CONFIGS, [False]), *(pytest.param(name, True, marks=LONG) for name in CONFIGS)]
+)
 def test_one_broken_key_is_one_problem_that_names_it(workplace: Path, name: str, is_long: bool):
     base = model_of(name, workplace)
     assert refused(name, *base) == []
     overrides = [override for config, override, more in PAIRS if (config, more) == (name, is_long)]
     found = {override: refused(name, *base, override) for override in overrides}
     assert {override: problems for override, problems in found.items() if len(problems) > 1} == {}
-    assert {override: problems for override, problems in found.items() if problems and override.partition("=")[0] not in problems[0]} == {}
+    assert {
+        override: problems
+        for override, problems in found.items()
+        if problems and override.partition("=")[0] not in problems[0]
+    } == {}
     assert sum(map(len, found.values())) >= len(overrides) / 3
 
 
@@ -78,7 +98,10 @@ def test_numbers_that_nobody_means_give_at_most_one_problem(workplace: Path, nam
 @pytest.mark.parametrize("key", [key for key in NUMBERS if getattr(MARKERS[key], "high", 0) == 2**31])
 def test_what_is_too_large_is_told_the_largest(key: str):
     problems = problems_of("reward_penalties.token_ids={unwanted: []}", f"{key}=3000000000")
-    assert any(problem.startswith(f"{key}=3000000000: out of range; use a number that is at most 2147483648") for problem in problems)
+    assert any(
+        problem.startswith(f"{key}=3000000000: out of range; use a number that is at most 2147483648")
+        for problem in problems
+    )
 
 
 def test_the_key_that_was_set_last_is_blamed(workplace: Path):

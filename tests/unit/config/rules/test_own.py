@@ -59,19 +59,37 @@ FITTING = [
     "++env.own.functions.mine=things_of_mine.judges",
 ]
 WRONG = [
-    ("grpo.adv_estimator.name=grop", "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, opd, or package.module:name"),
-    ("grpo.adv_estimator.name=things_of_mine:one", "takes (row), and mrl has no row; write def one(rewards, groups) -> list[list[float]]"),
-    ("grpo.adv_estimator.name=no_such_module:f", "cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write"),
+    (
+        "grpo.adv_estimator.name=grop",
+        "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, opd, or package.module:name",
+    ),
+    (
+        "grpo.adv_estimator.name=things_of_mine:one",
+        "takes (row), and mrl has no row; write def one(rewards, groups) -> list[list[float]]",
+    ),
+    (
+        "grpo.adv_estimator.name=no_such_module:f",
+        "cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write",
+    ),
     ("grpo.adv_estimator.name=things_of_mine:number", "is a int, not a function or class"),
-    ("loss_fn.token_loss=things_of_mine:two", "write def two(tokens, ratio_T, clipped_ratio_T, config) -> tuple[Tensor, Tensor]"),
+    (
+        "loss_fn.token_loss=things_of_mine:two",
+        "write def two(tokens, ratio_T, clipped_ratio_T, config) -> tuple[Tensor, Tensor]",
+    ),
     ("loss_fn.token_loss=things_of_mine:Good", "is a class; write def Good(tokens, ratio_T, clipped_ratio_T, config)"),
-    ("data.default.processor=things_of_mine:five", "takes (a, b, c, d, e), and mrl has no a, b, c, d, e; write def five(row) -> dict"),
+    (
+        "data.default.processor=things_of_mine:five",
+        "takes (a, b, c, d, e), and mrl has no a, b, c, d, e; write def five(row) -> dict",
+    ),
     ("logger.own=[things_of_mine:one]", "is a function; write class one with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoArguments]", "write class NoArguments with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoClose]", "has no close(); write a method of that name, or inherit mrl.api.Sink"),
     (
         "++env.own.functions.mine=things_of_mine:three",
-        "takes (a, b, c), nothing of response, turns, solution_str; write def three(prompt, response, reference_answer) -> float, or with",
+        (
+            "takes (a, b, c), nothing of response, turns, solution_str; write def three(prompt, response, "
+            "reference_answer) -> float, or with"
+        ),
     ),
     ("++env.own.functions.mine=things_of_mine:no_such", "cannot be imported (AttributeError"),
 ]
@@ -96,14 +114,30 @@ def test_what_does_not_fit_is_refused_by_its_signature(things: None, override: s
     assert problem.startswith(f"{key}={path.strip('[]')}: ")
 
 
-TOLD = {"tokens": "T", "ratio_T": "r", "clipped_ratio_T": "c", "config": "f", "rewards": [1.0], "groups": ["g"], "row": {"a": 1}}
+TOLD = {
+    "tokens": "T",
+    "ratio_T": "r",
+    "clipped_ratio_T": "c",
+    "config": "f",
+    "rewards": [1.0],
+    "groups": ["g"],
+    "row": {"a": 1},
+}
 
 
 @pytest.mark.parametrize(
     ("function", "kind", "expected"),
     [
-        (lambda tokens, clipped_ratio_T, ratio_T, config: (tokens, clipped_ratio_T, ratio_T, config), LOSS, ("T", "c", "r", "f")),
-        (lambda ratio_T, tokens, **rest: (ratio_T, tokens, *sorted(rest)), LOSS, ("r", "T", "clipped_ratio_T", "config")),
+        (
+            lambda tokens, clipped_ratio_T, ratio_T, config: (tokens, clipped_ratio_T, ratio_T, config),
+            LOSS,
+            ("T", "c", "r", "f"),
+        ),
+        (
+            lambda ratio_T, tokens, **rest: (ratio_T, tokens, *sorted(rest)),
+            LOSS,
+            ("r", "T", "clipped_ratio_T", "config"),
+        ),
         (lambda config, tokens, ratio_T, /: (config, tokens, ratio_T), LOSS, ("f", "T", "r")),
         (lambda groups, rewards, weight=2: (groups, rewards, weight), ESTIMATOR, (["g"], [1.0], 2)),
         (lambda example: example, PROCESSOR, {"a": 1}),
@@ -141,7 +175,9 @@ def test_a_logger_is_called_by_keyword(things: None):
 def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path):
     (tmp_path / "of_this_folder.py").write_text("def f(): ...")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "script.py").write_text("from mrl.config.own import find; print(find('of_this_folder:f').__name__)")
+    (tmp_path / "bin" / "script.py").write_text(
+        "from mrl.config.own import find; print(find('of_this_folder:f').__name__)"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "bin/script.py"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
@@ -152,7 +188,10 @@ VLLM = "policy.generation.vllm_cfg"
 CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
 SERVED = f"{VLLM}.expose_http_server=true"
 TWO = "env.own.agents.mine=things_of_mine:two: is no async function; write async def two(client, row) -> float"
-ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of client; write async def alone(client, row) -> float"
+ALONE = (
+    "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of client; write async def alone(client, "
+    "row) -> float"
+)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +202,19 @@ ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of clien
         (["++env.own.agents.mine=things_of_mine:two", SERVED], [TWO]),
         (["++env.own.agents.mine=things_of_mine:alone", SERVED], [ALONE]),
         (["++env.own.agents.mine=goes", SERVED], ["env.own.agents.mine=goes: cannot be imported"]),
-        (["++env.own.agents.math=things_of_mine:goes", SERVED], ["env.own.agents.math=things_of_mine:goes: a built-in environment has"]),
-        (["++env.remote.mine=http://host:99999/x", SERVED], ["env.remote.mine=http://host:99999/x: an agent's server has an address"]),
+        (
+            ["++env.own.agents.math=things_of_mine:goes", SERVED],
+            ["env.own.agents.math=things_of_mine:goes: a built-in environment has"],
+        ),
+        (
+            ["++env.remote.mine=http://host:99999/x", SERVED],
+            ["env.remote.mine=http://host:99999/x: an agent's server has an address"],
+        ),
         (["++env.remote.mine=https:///x", SERVED], ["env.remote.mine=https:///x: an agent's server has an address"]),
-        (["++env.remote.mine=host:1", SERVED], ["env.remote.mine=host:1: an agent's server has an address that begins with http"]),
+        (
+            ["++env.remote.mine=host:1", SERVED],
+            ["env.remote.mine=host:1: an agent's server has an address that begins with http"],
+        ),
         (["++env.remote.mine=http://host:1"], []),
         (
             [f"{VLLM}.expose_http_server=false", "++env.remote.mine=http://host:1"],

@@ -31,12 +31,19 @@ LONG_ROWS = [
     ([f"{PACKING}.logprob_mb_tokens=1"], f"{PACKING}.logprob_mb_tokens=1", 1280),
     ([f"{PACKING}={{train_mb_tokens: 1280, sequence_length_round: 1024}}"], f"{PACKING}.train_mb_tokens=1280", 2048),
     (
-        [f"{PACKING}.enabled=false", f"{DYNAMIC}={{enabled: true, sequence_length_round: 1000, train_mb_tokens: 1300}}"],
+        [
+            f"{PACKING}.enabled=false",
+            f"{DYNAMIC}={{enabled: true, sequence_length_round: 1000, train_mb_tokens: 1300}}",
+        ],
         f"{DYNAMIC}.train_mb_tokens=1300",
         2000,
     ),
     (
-        ["policy.megatron_cfg.context_parallel_size=2", "policy.max_total_sequence_length=1281", f"{PACKING}.train_mb_tokens=1284"],
+        [
+            "policy.megatron_cfg.context_parallel_size=2",
+            "policy.max_total_sequence_length=1281",
+            f"{PACKING}.train_mb_tokens=1284",
+        ],
         f"{PACKING}.train_mb_tokens=1284",
         1288,
     ),
@@ -77,7 +84,9 @@ def test_a_row_that_is_shorter_than_a_sequence_may_be(workplace: Path, overrides
     """NeMo RL starts so, too: few sequences are as long as they may be."""
     config = load_config("grpo_tiny.yaml", overrides)
     doubt, *_ = find_doubts(config)
-    assert doubt.startswith(f"{start}: ") and doubt.endswith(f"the run ends at a sequence of more; use at least {needed} there")
+    assert doubt.startswith(f"{start}: ") and doubt.endswith(
+        f"the run ends at a sequence of more; use at least {needed} there"
+    )
     assert not any("_mb_tokens" in problem for problem in texts_of(config))
 
 
@@ -94,9 +103,19 @@ def test_packaged_configs_are_plausible(workplace: Path, name: str):
 @pytest.mark.parametrize(
     ("overrides", "num_bytes"),
     [
-        (["cluster.num_nodes=1", "cluster.gpus_per_node=4", "policy.megatron_cfg.expert_model_parallel_size=1"], "126 GB"),
+        (
+            ["cluster.num_nodes=1", "cluster.gpus_per_node=4", "policy.megatron_cfg.expert_model_parallel_size=1"],
+            "126 GB",
+        ),
         (["cluster.num_nodes=4"], None),
-        (["cluster.num_nodes=1", "policy.megatron_cfg.expert_model_parallel_size=1", "policy.megatron_cfg.peft.enabled=true"], None),
+        (
+            [
+                "cluster.num_nodes=1",
+                "policy.megatron_cfg.expert_model_parallel_size=1",
+                "policy.megatron_cfg.peft.enabled=true",
+            ],
+            None,
+        ),
     ],
 )
 def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes: str | None):
@@ -105,7 +124,9 @@ def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes
     model.mkdir()
     (model / "config.json").write_text(MOE_30B.read_text())
     doubts = find_doubts(
-        load_config("grpo_nanov3.yaml", ["policy.model_name=moe", "policy.megatron_cfg.context_parallel_size=1", *overrides])
+        load_config(
+            "grpo_nanov3.yaml", ["policy.model_name=moe", "policy.megatron_cfg.context_parallel_size=1", *overrides]
+        )
     )
     assert [f" take {num_bytes} on each of 4 GPUs; " in doubt for doubt in doubts] == [True] * (num_bytes is not None)
 
@@ -114,7 +135,9 @@ def test_an_8b_model_on_one_gpu(workplace: Path, llama_8b: Path):
     one = [f"policy.model_name={llama_8b}", "cluster.gpus_per_node=1"]
     (doubt,) = find_doubts(load_config("grpo_math_8B.yaml", one))
     # 8.03 billion parameters with 2 bytes of weights, 4 of gradients and 12 of optimizer.
-    assert doubt.startswith(f"{one[0]}: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;")
+    assert doubt.startswith(
+        f"{one[0]}: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;"
+    )
     optimizer = "policy.megatron_cfg.optimizer"
     offloaded = [
         f"{optimizer}.optimizer_cpu_offload=true",

@@ -28,12 +28,18 @@ def test_kv_caches_are_kept_only_in_flight(workplace: Path):
 def test_validation_is_sampled_as_training_unless_it_says_otherwise(workplace: Path):
     def sampled(*overrides: str) -> tuple[float, float, int | None]:
         generation = load_config("grpo_tiny.yaml", overrides).policy.generation
-        params = validation_sampling(SamplingParams(generation.temperature, generation.top_p, generation.top_k, 8, ()), generation)
+        params = validation_sampling(
+            SamplingParams(generation.temperature, generation.top_p, generation.top_k, 8, ()), generation
+        )
         return params.temperature, params.top_p, params.top_k
 
     train = ["policy.generation.temperature=0.8", "policy.generation.top_p=0.9", "policy.generation.top_k=50"]
     assert sampled(*train) == (0.8, 0.9, 50)
-    assert sampled(*train, "policy.generation.val_temperature=0", "policy.generation.val_top_k=null") == (0.0, 0.9, None)
+    assert sampled(*train, "policy.generation.val_temperature=0", "policy.generation.val_top_k=null") == (
+        0.0,
+        0.9,
+        None,
+    )
     assert problems(*train, "policy.generation.val_temperature=0") == []
 
 

@@ -33,7 +33,11 @@ def test_defaults_fit_every_model(workplace: Path):
 def test_biases_have_no_effect_on_a_model_without(workplace: Path):
     """Megatron moves biases that a router has, and NeMo RL's own files ask for more."""
     use_model(workplace, QWEN3_MOE)
-    overrides = ["expert_model_parallel_size=1", "moe_router_enable_expert_bias=true", "moe_router_bias_update_rate=1e-3"]
+    overrides = [
+        "expert_model_parallel_size=1",
+        "moe_router_enable_expert_bias=true",
+        "moe_router_bias_update_rate=1e-3",
+    ]
     assert found(*overrides) == []
     (doubt,) = find_doubts(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
     names = "moe_router_enable_expert_bias, moe_router_bias_update_rate"
@@ -44,7 +48,11 @@ def test_biases_have_no_effect_on_a_model_without(workplace: Path):
 def test_keys_of_experts_have_no_effect_on_a_model_without(workplace: Path):
     """NeMo RL's sft.yaml and dpo.yaml set them for all models."""
     use_model(workplace, LLAMA)
-    overrides = ["moe_router_load_balancing_type=aux_loss", "moe_router_bias_update_rate=1e-3", "moe_token_dispatcher_type=flex"]
+    overrides = [
+        "moe_router_load_balancing_type=aux_loss",
+        "moe_router_bias_update_rate=1e-3",
+        "moe_token_dispatcher_type=flex",
+    ]
     assert found("expert_model_parallel_size=1", *overrides) == []
     (doubt,) = find_doubts(load_config("grpo_tiny.yaml", [f"{MEGATRON}.{override}" for override in overrides]))
     names = ", ".join(override.partition("=")[0] for override in (overrides[0], overrides[1], overrides[2]))

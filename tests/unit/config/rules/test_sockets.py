@@ -37,12 +37,18 @@ def test_the_system_takes_no_longer_path(tmp_path: Path, monkeypatch: pytest.Mon
             refused.bind("y" * (MAX_PATH_BYTES + 1))
 
 
-@pytest.mark.parametrize(("overrides", "name"), [([], RAY_SOCKET), (["cluster.num_nodes=2"], ENGINE_SOCKET)], ids=["one node", "several"])
-def test_a_long_tmpdir_is_named_with_the_way_out(workplace: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str):
+@pytest.mark.parametrize(
+    ("overrides", "name"), [([], RAY_SOCKET), (["cluster.num_nodes=2"], ENGINE_SOCKET)], ids=["one node", "several"]
+)
+def test_a_long_tmpdir_is_named_with_the_way_out(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str
+):
     most = longest_folder(name)
     for num_bytes in (most, most + 1):
         monkeypatch.setattr(tempfile, "tempdir", folder_of(num_bytes))
-        found = [problem for problem in texts_of(load_config("grpo_tiny.yaml", overrides)) if problem.startswith("TMPDIR=")]
+        found = [
+            problem for problem in texts_of(load_config("grpo_tiny.yaml", overrides)) if problem.startswith("TMPDIR=")
+        ]
         assert len(found) == num_bytes - most
     assert f"it may have {most}, and has {most + 1}; set it to a shorter folder of this host, such as /tmp" in found[0]
 

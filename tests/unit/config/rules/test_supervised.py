@@ -34,7 +34,9 @@ def test_an_unknown_algorithm_is_refused():
 def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):
     assert texts_of(load_config("sft_tiny.yaml")) == []
     assert texts_of(load_config("sft_tiny.yaml", ["policy.generation.vllm_cfg.enforce_eager=false"])) == []
-    config = load_config("sft_tiny.yaml", ["policy.generation.colocated={enabled: false}", "policy.train_global_batch_size=7"])
+    config = load_config(
+        "sft_tiny.yaml", ["policy.generation.colocated={enabled: false}", "policy.train_global_batch_size=7"]
+    )
     assert texts_of(config) == []
     assert (config.num_engines, config.num_policy_ranks, config.num_slots) == (0, 4, 4)
 

@@ -33,7 +33,9 @@ NAMES = {
     "PARTS": "MEGATRON.recompute_modules",
     "PEFT": "MEGATRON.peft",
     "PIPELINE": "MEGATRON.pipeline_model_parallel_size",
-    "QWEN3_MOE": '"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 1e4',
+    "QWEN3_MOE": (
+        '"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": true, "rms_norm_eps": 1e-6, "rope_theta": 1e4'
+    ),
     "REINFORCE": "grpo.adv_estimator.name=reinforce_plus_plus & loss_fn.use_kl_in_reward=true",
     "SEQUENCE": "MEGATRON.sequence_parallel",
     "SELECTIVE": "MEGATRON.activation_checkpointing=true & MEGATRON.recompute_granularity=selective",
@@ -51,8 +53,9 @@ NAMES = {
     "MEGATRON": "policy.megatron_cfg",
 }
 
-# In brackets a config, and changes of the model's config.json. A row: overrides [=> start of the problem] -> words of it ...;
-# without a start the problem is that of the last override. "fine": there is no problem; "...": there may be others.
+# In brackets a config, and changes of the model's config.json. A row: overrides [=> start of the problem] -> words of
+# it ...; without a start the problem is that of the last override. "fine": there is no problem; "...": there may be
+# others.
 TABLE = """
 [grpo_tiny.yaml]
 # sections and files
@@ -436,7 +439,9 @@ def rows() -> Iterator[tuple[str, str, list[str], str, list[str]]]:
             yield config, model, overrides, start or overrides[-1].lstrip("+"), words
 
 
-@pytest.mark.parametrize(("name", "model", "overrides", "start", "words"), list(rows()), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("name", "model", "overrides", "start", "words"), list(rows()), ids=lambda value: str(value)[:60]
+)
 def test_a_config_is_told_the_key_the_rule_and_the_way_out(
     workplace: Path, name: str, model: str, overrides: list[str], start: str, words: list[str]
 ):
@@ -448,6 +453,12 @@ def test_a_config_is_told_the_key_the_rule_and_the_way_out(
         assert problems == []
         return
     wanted = [word for word in words if word != "..."]
-    told = [problem for problem in problems if (text := text_of(problem)).startswith(start) and all(word in text for word in wanted)]
+    told = [
+        problem
+        for problem in problems
+        if (text := text_of(problem)).startswith(start) and all(word in text for word in wanted)
+    ]
     assert told, problems
-    assert words[-1] == "..." or all(other.kind == "not checked" for other in problems if other is not told[0]), problems
+    assert words[-1] == "..." or all(other.kind == "not checked" for other in problems if other is not told[0]), (
+        problems
+    )

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from scripts.config_readers import key_readers, product_sources
 
-SCHEMA = {name: text for name, text in product_sources().items() if name.startswith(("mrl.config.schema", "mrl.config.rules.data"))}
+SCHEMA = {
+    name: text
+    for name, text in product_sources().items()
+    if name.startswith(("mrl.config.schema", "mrl.config.rules.data"))
+}
 
 
 def readers(text: str) -> set[str]:
@@ -25,11 +29,18 @@ class Stage:
 def rows(data: DataConfig) -> list[str]:
     return [dataset.prompt_key for dataset in data.train_sets.values()]
 """
-    assert readers(text) == {"loss_fn.ratio_clip_min", "data.train.prompt_key", "data.train.datasets", "data.default.prompt_key"}
+    assert readers(text) == {
+        "loss_fn.ratio_clip_min",
+        "data.train.prompt_key",
+        "data.train.datasets",
+        "data.default.prompt_key",
+    }
 
 
 def test_the_same_name_in_another_section_is_not_read():
-    assert readers("def f(config: RunConfig) -> bool:\n    return config.grpo.reward_scaling.enabled") == {"grpo.reward_scaling.enabled"}
+    assert readers("def f(config: RunConfig) -> bool:\n    return config.grpo.reward_scaling.enabled") == {
+        "grpo.reward_scaling.enabled"
+    }
 
 
 def test_who_asks_a_property_reads_what_it_reads():
@@ -44,5 +55,8 @@ def test_a_key_that_is_followed_is_read_by_the_readers_of_its_follower():
 
 def test_handing_on_a_section_checking_and_writing_read_nothing():
     assert readers("def f(config: RunConfig) -> object:\n    return g(config.grpo.async_grpo)") == set()
-    assert set(key_readers(SCHEMA | {"mrl.check": "def f(config: RunConfig) -> int:\n    return config.grpo.seed"})) == set()
+    assert (
+        set(key_readers(SCHEMA | {"mrl.check": "def f(config: RunConfig) -> int:\n    return config.grpo.seed"}))
+        == set()
+    )
     assert readers("def f(config: GrpoConfig) -> None:\n    config.seed = 3") == set()

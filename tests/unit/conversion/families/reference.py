@@ -91,14 +91,18 @@ def megatron_chunk(
             if f"{hf}mlp.shared_expert_gate.weight" in weights:
                 found[here + "mlp.shared_experts.gate_weight"] = weights[f"{hf}mlp.shared_expert_gate.weight"]
             if names.shared:
-                gate, up, down = (weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+                gate, up, down = (
+                    weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down")
+                )
                 found[here + "mlp.shared_experts.linear_fc1.weight"] = gated(gate, up, *tp)
                 found[here + "mlp.shared_experts.linear_fc2.weight"] = cut(down, *tp, axis=1)
             for place, (gate, up, down) in enumerate(experts[part(len(experts), *ep)]):
                 found[f"{here}mlp.experts.local_experts.{place}.linear_fc1.weight"] = gated(gate, up, *etp)
                 found[f"{here}mlp.experts.local_experts.{place}.linear_fc2.weight"] = cut(down, *etp, axis=1)
         else:
-            found[here + "mlp.linear_fc1.weight"] = gated(weights[hf + "mlp.gate_proj.weight"], weights[hf + "mlp.up_proj.weight"], *tp)
+            found[here + "mlp.linear_fc1.weight"] = gated(
+                weights[hf + "mlp.gate_proj.weight"], weights[hf + "mlp.up_proj.weight"], *tp
+            )
             found[here + "mlp.linear_fc2.weight"] = cut(weights[hf + "mlp.down_proj.weight"], *tp, axis=1)
     if is_last:
         found["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
@@ -109,12 +113,18 @@ def megatron_chunk(
     return found
 
 
-def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, object], tp: int, of_all: int, *, ep: int) -> Arrays:
+def vllm_worker(
+    weights: Mapping[str, np.ndarray], hf_config: Mapping[str, object], tp: int, of_all: int, *, ep: int
+) -> Arrays:
     """Every tensor of worker `of_all` of an engine; it holds whole experts with `ep` above 1, over groups of `tp`."""
     worker, has_ep = of_all % tp, ep > 1
     num_groups, names = int(str(hf_config["num_key_value_heads"])), NAMES.get(str(hf_config["model_type"]), Names())
     found: Arrays = {}
-    vocabulary = ["model.embed_tokens.weight"] if hf_config.get("tie_word_embeddings") else ["model.embed_tokens.weight", "lm_head.weight"]
+    vocabulary = (
+        ["model.embed_tokens.weight"]
+        if hf_config.get("tie_word_embeddings")
+        else ["model.embed_tokens.weight", "lm_head.weight"]
+    )
     for name in vocabulary:
         found[name] = cut(padded(weights[name], 64), tp, worker)
     found["model.norm.weight"] = weights["model.norm.weight"]
@@ -128,9 +138,12 @@ def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, objec
                 query, key, value = (weights[f"{hf}self_attn.{name}_proj.{kind}"] for name in "qkv")
                 repeats = max(1, tp // num_groups)
                 keys, values = (
-                    np.concatenate([head for head in np.split(array, num_groups) for _ in range(repeats)]) for array in (key, value)
+                    np.concatenate([head for head in np.split(array, num_groups) for _ in range(repeats)])
+                    for array in (key, value)
                 )
-                found[f"{hf}self_attn.qkv_proj.{kind}"] = np.concatenate([cut(array, tp, worker) for array in (query, keys, values)])
+                found[f"{hf}self_attn.qkv_proj.{kind}"] = np.concatenate(
+                    [cut(array, tp, worker) for array in (query, keys, values)]
+                )
         found[hf + "self_attn.o_proj.weight"] = cut(weights[hf + "self_attn.o_proj.weight"], tp, worker, axis=1)
         experts = experts_of(weights, hf, names)
         if experts:
@@ -139,7 +152,9 @@ def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, objec
                 if f"{hf}mlp.{name}" in weights:
                     found[f"{hf}mlp.{name}"] = weights[f"{hf}mlp.{name}"]
             if names.shared:
-                gate, up, down = (weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+                gate, up, down = (
+                    weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down")
+                )
                 found[f"{hf}mlp.{names.shared}.gate_up_proj.weight"] = gated(gate, up, tp, worker)
                 found[f"{hf}mlp.{names.shared}.down_proj.weight"] = cut(down, tp, worker, axis=1)
             mine = experts[part(len(experts), ep, of_all)] if has_ep else experts
@@ -154,13 +169,19 @@ def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, objec
     return found
 
 
-def experts_of(weights: Mapping[str, np.ndarray], hf: str, names: Names) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def experts_of(
+    weights: Mapping[str, np.ndarray], hf: str, names: Names
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Gate, up and down projection of each expert of a layer; empty for a dense one."""
     experts = []
     while f"{hf}{names.block}.experts.{len(experts)}.{names.gate}.weight" in weights:
         prefix = f"{hf}{names.block}.experts.{len(experts)}."
         experts.append(
-            (weights[f"{prefix}{names.gate}.weight"], weights[f"{prefix}{names.up}.weight"], weights[f"{prefix}{names.down}.weight"])
+            (
+                weights[f"{prefix}{names.gate}.weight"],
+                weights[f"{prefix}{names.up}.weight"],
+                weights[f"{prefix}{names.down}.weight"],
+            )
         )
     return experts
 

@@ -30,7 +30,12 @@ def test_ranks_run_through_tp_then_dp_then_pp_and_experts_through_ep():
 
 def test_expert_tensor_parallel_ranks_come_before_expert_parallel_ones():
     parallel = MegatronParallel(tp=4, ep=2, etp=2)
-    assert [(parallel.coords_of(rank, 4).ep, parallel.coords_of(rank, 4).etp) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(parallel.coords_of(rank, 4).ep, parallel.coords_of(rank, 4).etp) for rank in range(4)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_context_parallel_ranks_are_replicas():
@@ -73,8 +78,12 @@ def test_stages_that_would_lose_layers_are_refused(pp: int, first: int | None, l
 
 def test_layers_are_counted_within_the_stage_and_ends_lie_on_the_outer_stages():
     parallel = MegatronParallel(pp=2, num_layers_in_first_pipeline_stage=3)
-    first, last = (family(TINY).megatron_layout(TINY, parallel, MegatronCoords(pp=stage), "float32") for stage in range(2))
-    outer = [Slot(name) for name in ("embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight")]
+    first, last = (
+        family(TINY).megatron_layout(TINY, parallel, MegatronCoords(pp=stage), "float32") for stage in range(2)
+    )
+    outer = [
+        Slot(name) for name in ("embedding.word_embeddings.weight", "decoder.final_norm.weight", "output_layer.weight")
+    ]
     assert [slot in first for slot in outer] == [True, False, False]
     assert [slot in last for slot in outer] == [False, True, True]
     # Layer 3, the attention layer, is the first of the last stage.
@@ -93,14 +102,18 @@ def test_layers_left_over_go_to_the_stages_before_the_last(pp: int, num_layers: 
 
 
 def test_engine_expert_parallelism_is_none_or_of_whole_groups():
-    assert [(one.num_groups, one.num_workers) for one in (VllmParallel(4, 4), VllmParallel(2, 8), VllmParallel(4, pp=2))] == [
+    assert [
+        (one.num_groups, one.num_workers) for one in (VllmParallel(4, 4), VllmParallel(2, 8), VllmParallel(4, pp=2))
+    ] == [
         (1, 4),
         (4, 8),
         (1, 8),
     ]
     with pytest.raises(ValueError, match="expert_parallel_size=2 must be 1 or a multiple of tensor_parallel_size=4"):
         VllmParallel(4, 2)
-    with pytest.raises(ValueError, match="expert_parallel_size=4 must be at most tensor_parallel_size=2 with pipeline stages"):
+    with pytest.raises(
+        ValueError, match="expert_parallel_size=4 must be at most tensor_parallel_size=2 with pipeline stages"
+    ):
         VllmParallel(2, 4, pp=2)
 
 
@@ -110,4 +123,6 @@ def test_an_unknown_model_type_is_refused():
 
 
 def test_the_proof_covers_every_family_that_goes_from_a_trainer_to_an_engine():
-    assert set(MODELS) == {model_type for model_type, found in FAMILIES.items() if found.can_train and found.vllm_layers is not None}
+    assert set(MODELS) == {
+        model_type for model_type, found in FAMILIES.items() if found.can_train and found.vllm_layers is not None
+    }

@@ -26,7 +26,9 @@ DECODERS = ("glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen
 _CONFIGS = ROOT / "scripts" / "bench" / "models"
 _HUB = {name: group["config"] for group in json.loads((_CONFIGS / "hub.json").read_text()) for name in group["ids"]}
 QWEN3_30B = json.loads((_CONFIGS / "qwen3_30b_a3b.config.json").read_text())
-LLAMA_31_8B, QWEN25_7B, QWEN3_06B = (_HUB[name] for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B"))
+LLAMA_31_8B, QWEN25_7B, QWEN3_06B = (
+    _HUB[name] for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B")
+)
 MIXTRAL_8X7B = dict(
     model_type="mixtral",
     vocab_size=32000,
@@ -46,7 +48,9 @@ MIXTRAL_8X7B = dict(
 
 
 @pytest.fixture(scope="module", params=[*DECODERS, "deepseek_v3"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[HfConfig, dict[str, tuple[int, ...]]]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[HfConfig, dict[str, tuple[int, ...]]]:
     """config.json and the stored names and shapes of a tiny model, saved by transformers."""
     folder = models.save_model(tmp_path_factory.mktemp("hf"), request.param)
     return read_folder(folder)
@@ -101,7 +105,8 @@ def test_published_models_have_their_published_sizes(hf_config: HfConfig, num_pa
     assert sum(map(math.prod, family(hf_config).canonical(hf_config).values())) == num_parameters
 
 
-# pp, vpp, stages with a given number of layers, and the layers of each stage's chunks, as Megatron's own comments lay them out.
+# pp, vpp, stages with a given number of layers, and the layers of each stage's chunks, as Megatron's own comments lay
+# them out.
 STAGES = [
     (MegatronParallel(), 4, [[[0, 1, 2, 3]]]),
     (MegatronParallel(pp=2, vpp=2), 8, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
@@ -116,8 +121,13 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("parallel", "num_layers", "expected"), STAGES)
-def test_chunks_are_interleaved_over_the_stages(parallel: MegatronParallel, num_layers: int, expected: list[list[list[int]]]):
-    found = [[list(parallel.layers_of(stage, num_layers, chunk)) for chunk in range(parallel.vpp)] for stage in range(parallel.pp)]
+def test_chunks_are_interleaved_over_the_stages(
+    parallel: MegatronParallel, num_layers: int, expected: list[list[list[int]]]
+):
+    found = [
+        [list(parallel.layers_of(stage, num_layers, chunk)) for chunk in range(parallel.vpp)]
+        for stage in range(parallel.pp)
+    ]
     assert found == expected
 
 
@@ -151,12 +161,16 @@ def test_megatron_ranks_against_a_slow_version(model_type: str, tp: int, ep: int
     world_size = math.lcm(tp, ep * etp)
     for coords in {parallel.coords_of(rank, world_size) for rank in range(world_size)}:
         built = build_layout(found.megatron_layout(hf_config, parallel, coords, "float32"), canonical)
-        expected = megatron_chunk(canonical, hf_config, range(4), tp=(tp, coords.tp), ep=(ep, coords.ep), etp=(etp, coords.etp))
+        expected = megatron_chunk(
+            canonical, hf_config, range(4), tp=(tp, coords.tp), ep=(ep, coords.ep), etp=(etp, coords.etp)
+        )
         assert_equal({slot.name: array for slot, array in built.items()}, expected)
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-@pytest.mark.parametrize("parallel", [VllmParallel(tp, ep) for tp, ep in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (1, 4), (2, 4))])
+@pytest.mark.parametrize(
+    "parallel", [VllmParallel(tp, ep) for tp, ep in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (1, 4), (2, 4))]
+)
 def test_engine_workers_against_a_slow_version(model_type: str, parallel: VllmParallel):
     hf_config = tiny(model_type)
     found = family(hf_config)
@@ -197,7 +211,9 @@ def test_checkpoints_have_keys_by_layer_or_stacked_layers():
     assert np.array_equal(experts[5, :64], canonical["model.layers.2.mlp.experts.5.gate_proj.weight"])
     assert np.array_equal(experts[5, 64:], canonical["model.layers.2.mlp.experts.5.up_proj.weight"])
     for slot, array in stacked.items():
-        assert np.array_equal(array, plain[slot] if slot in plain else np.stack([plain[of_layer(slot, layer)] for layer in range(4)]))
+        assert np.array_equal(
+            array, plain[slot] if slot in plain else np.stack([plain[of_layer(slot, layer)] for layer in range(4)])
+        )
     assert len(plain) - len(stacked) == 3 * sum(slot not in plain for slot in stacked)
     # Layers that differ cannot be stacked; Megatron then writes a key for each, too.
     mixed = tiny("qwen3_moe", mlp_only_layers=[0])
@@ -211,8 +227,13 @@ def of_layer(slot: Slot, layer: int) -> Slot:
 def test_tied_embeddings_stand_once_in_checkpoints_and_engines():
     hf_config = tiny("qwen3")
     found = family(hf_config)
-    for layout in (found.torch_dist_layout(hf_config, "float32"), found.vllm_layout(hf_config, VllmParallel(), 0, "float32")):
-        holders = [slot for slot, content in layout.items() if any("embed_tokens" in piece.name for piece in content.pieces)]
+    for layout in (
+        found.torch_dist_layout(hf_config, "float32"),
+        found.vllm_layout(hf_config, VllmParallel(), 0, "float32"),
+    ):
+        holders = [
+            slot for slot, content in layout.items() if any("embed_tokens" in piece.name for piece in content.pieces)
+        ]
         assert len(holders) == 1
         assert not any("lm_head" in slot.name or "output_layer" in slot.name for slot in layout)
 
@@ -220,19 +241,25 @@ def test_tied_embeddings_stand_once_in_checkpoints_and_engines():
 def test_equal_coordinates_give_the_same_object():
     found = FAMILIES["qwen3"]
     first, second = (
-        found.megatron_layout(dict(tiny("qwen3")), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te") for _ in range(2)
+        found.megatron_layout(dict(tiny("qwen3")), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te")
+        for _ in range(2)
     )
     assert first is second
     assert found.vllm_layout(tiny("qwen3"), VllmParallel(2), 1, "float32") is found.vllm_layout(
         tiny("qwen3"), VllmParallel(2), 1, "float32"
     )
-    other = found.megatron_layout(tiny("qwen3", vocab_size=200), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te")
+    other = found.megatron_layout(
+        tiny("qwen3", vocab_size=200), MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te"
+    )
     assert other != first
 
 
 def test_megatron_arguments_follow_the_config():
     moe = family(QWEN3_30B).megatron_arguments(QWEN3_30B)
-    assert {key: moe["transformer"][key] for key in ("qk_layernorm", "kv_channels", "num_query_groups", "moe_router_pre_softmax")} == {
+    assert {
+        key: moe["transformer"][key]
+        for key in ("qk_layernorm", "kv_channels", "num_query_groups", "moe_router_pre_softmax")
+    } == {
         "qk_layernorm": True,
         "kv_channels": 128,
         "num_query_groups": 4,
@@ -242,7 +269,11 @@ def test_megatron_arguments_follow_the_config():
     transformer = family(QWEN3_30B).megatron_arguments(unnormalised)["transformer"]
     assert (transformer["moe_router_pre_softmax"], transformer["moe_layer_freq"]) == (True, [1, 1, 1, 0])
     llama = family(LLAMA_31_8B).megatron_arguments(LLAMA_31_8B)
-    assert (llama["model"]["rope_scaling"], llama["model"]["rope_scaling_factor"], llama["model"]["rotary_base"]) == (True, 8.0, 500000.0)
+    assert (llama["model"]["rope_scaling"], llama["model"]["rope_scaling_factor"], llama["model"]["rotary_base"]) == (
+        True,
+        8.0,
+        500000.0,
+    )
     assert (llama["transformer"]["kv_channels"], llama["transformer"]["add_qkv_bias"]) == (128, False)
     assert family(QWEN25_7B).megatron_arguments(QWEN25_7B)["transformer"]["add_qkv_bias"] is True
     assert family(QWEN3_06B).megatron_arguments(QWEN3_06B)["model"]["share_embeddings_and_output_weights"] is True
@@ -281,14 +312,20 @@ def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str
     expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
     base, kind, given = rope_settings(hf_config)
     numbers = ("factor", "original_max_position_embeddings")
-    assert (base, kind, *map(given.get, numbers)) == (expected["rope_theta"], expected["rope_type"], *map(expected.get, numbers))
+    assert (base, kind, *map(given.get, numbers)) == (
+        expected["rope_theta"],
+        expected["rope_type"],
+        *map(expected.get, numbers),
+    )
 
 
 def test_a_base_that_transformers_would_not_see_is_refused():
     """transformers takes its default of 10,000 here, without a word."""
     hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=YARN)}
     del hf_config["rope_theta"]
-    with pytest.raises(ValueError, match=r"rope_scaling replaces rope_parameters, and lacks rope_theta; give it 1000000.0 there"):
+    with pytest.raises(
+        ValueError, match=r"rope_scaling replaces rope_parameters, and lacks rope_theta; give it 1000000.0 there"
+    ):
         family(hf_config).canonical(hf_config)
 
 
@@ -332,10 +369,22 @@ def test_what_we_do_not_do_is_refused_by_name(model_type: str, key: str, value: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(rope_parameters=YARN | dict(rope_theta=1e4)), "original_max_position_embeddings=None must be a positive integer"),
-        (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "rope_type='longrope' is not supported; only default, llama3"),
-        (dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear' is not supported"),
-        (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "rope_parameters.partial_rotary_factor=0.5"),
+        (
+            dict(rope_parameters=YARN | dict(rope_theta=1e4)),
+            "original_max_position_embeddings=None must be a positive integer",
+        ),
+        (
+            dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),
+            "rope_type='longrope' is not supported; only default, llama3",
+        ),
+        (
+            dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)),
+            "rope_type='linear' is not supported",
+        ),
+        (
+            dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
+            "rope_parameters.partial_rotary_factor=0.5",
+        ),
         (dict(rope_parameters=None, rope_theta=None), "rope_theta=None must be a positive number"),
         (
             dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=2.0)),
@@ -371,13 +420,18 @@ def test_latent_attention_is_cut_by_heads_and_its_small_projections_by_local_spe
     found = family(hf_config)
     canonical = index_arrays(found.canonical(hf_config))
     hf = "model.layers.1.self_attn."
-    whole = {name: canonical[f"{hf}{name}.weight"] for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm")}
+    whole = {
+        name: canonical[f"{hf}{name}.weight"]
+        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm")
+    }
     for rank in range(2):
         coords, parallel = MegatronCoords(tp=rank), MegatronParallel(tp=2)
         local, te = (
             {
                 slot.name.removeprefix("decoder.layers.1.self_attention."): array
-                for slot, array in build_layout(found.megatron_layout(hf_config, parallel, coords, "float32", flavour), canonical).items()
+                for slot, array in build_layout(
+                    found.megatron_layout(hf_config, parallel, coords, "float32", flavour), canonical
+                ).items()
             }
             for flavour in ("local", "te")
         )

@@ -55,5 +55,7 @@ def test_what_is_no_family_is_refused(install, value: str, message: str):
 
 
 def test_a_family_that_nobody_has_is_refused():
-    with pytest.raises(ValueError, match="model_type='unheard_of' is not supported; use one of .*, or add a family of your own"):
+    with pytest.raises(
+        ValueError, match="model_type='unheard_of' is not supported; use one of .*, or add a family of your own"
+    ):
         family({"model_type": "unheard_of"})

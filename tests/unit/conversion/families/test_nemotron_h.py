@@ -47,7 +47,12 @@ def test_both_forms_of_the_layer_list_are_read():
     kinds = ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "linear_attention", "mlp"]
     assert layer_pattern({"layers_block_type": kinds}) == "MEM*EM-"
     assert layer_pattern({"hybrid_override_pattern": "MEM*EM-"}) == "MEM*EM-"
-    for broken in ({}, {"layers_block_type": ["conv"]}, {"hybrid_override_pattern": "MXE"}, {"hybrid_override_pattern": ""}):
+    for broken in (
+        {},
+        {"layers_block_type": ["conv"]},
+        {"hybrid_override_pattern": "MXE"},
+        {"hybrid_override_pattern": ""},
+    ):
         with pytest.raises(ValueError, match="config.json"):
             layer_pattern(broken)
     with pytest.raises(ValueError, match="num_hidden_layers=3, but 2 layers are listed"):
@@ -57,7 +62,8 @@ def test_both_forms_of_the_layer_list_are_read():
 def test_megatron_names_of_both_flavours():
     parallel = MegatronParallel(ep=2)
     local, te = (
-        {slot.name for slot in FAMILY.megatron_layout(TINY, parallel, MegatronCoords(ep=1), "float32", flavour)} for flavour in FLAVOURS
+        {slot.name for slot in FAMILY.megatron_layout(TINY, parallel, MegatronCoords(ep=1), "float32", flavour)}
+        for flavour in FLAVOURS
     )
     assert {"decoder.layers.0.norm.weight", "decoder.layers.3.input_layernorm.weight"} <= local - te
     assert {
@@ -76,7 +82,10 @@ FLAVOURS = ("local", "te")
 def test_a_dense_layer_has_its_own_norm_name():
     config = TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3)
     layout = FAMILY.megatron_layout(config, MegatronParallel(), MegatronCoords(), "float32", "te")
-    assert layout[Slot("decoder.layers.2.mlp.linear_fc1.layer_norm_weight")].pieces[0].name == "backbone.layers.2.norm.weight"
+    assert (
+        layout[Slot("decoder.layers.2.mlp.linear_fc1.layer_norm_weight")].pieces[0].name
+        == "backbone.layers.2.norm.weight"
+    )
     assert layout[Slot("decoder.layers.2.mlp.linear_fc1.weight")].shape == (128, 64)
     layout = FAMILY.vllm_layout(config, VllmParallel(2), 1, "float32")
     assert layout[Slot("model.layers.2.mixer.down_proj.weight")].shape == (64, 64)
@@ -101,23 +110,35 @@ def test_virtual_stages_are_refused():
 
 def test_fixed_dtypes_in_a_bfloat16_run():
     megatron = FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "bfloat16")
-    assert {slot.name.split(".")[-1] for slot, content in megatron.items() if content.dtype == "float32"} == {"expert_bias"}
+    assert {slot.name.split(".")[-1] for slot, content in megatron.items() if content.dtype == "float32"} == {
+        "expert_bias"
+    }
 
 
 def test_an_engine_layout_has_the_dtypes_of_the_live_model():
-    live = (("model.layers.0.mixer.A", "float32"), ("model.layers.1.mixer.gate.weight", "float16"), ("unknown", "float32"))
+    live = (
+        ("model.layers.0.mixer.A", "float32"),
+        ("model.layers.1.mixer.gate.weight", "float16"),
+        ("unknown", "float32"),
+    )
     vllm = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", live)
     assert {slot.name: content.dtype for slot, content in vllm.items() if content.dtype != "bfloat16"} == dict(live[:2])
     assert FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", (*live,)) is vllm
     with pytest.raises(ValueError, match="gate.weight is float8_e4m3fn in the engine"):
-        FAMILY.vllm_layout(TINY, VllmParallel(), 0, "bfloat16", (("model.layers.1.mixer.gate.weight", "float8_e4m3fn"),))
+        FAMILY.vllm_layout(
+            TINY, VllmParallel(), 0, "bfloat16", (("model.layers.1.mixer.gate.weight", "float8_e4m3fn"),)
+        )
 
 
 def test_vllm_keeps_minus_exp_of_a_log():
     layout = FAMILY.vllm_layout(TINY, VllmParallel(), 0, "float32")
-    transforms = {piece.transform for content in layout.values() for piece in content.pieces if piece.name.endswith("A_log")}
+    transforms = {
+        piece.transform for content in layout.values() for piece in content.pieces if piece.name.endswith("A_log")
+    }
     assert transforms == {"neg_exp"}
-    assert {piece.transform for content in layout.values() for piece in content.pieces if not piece.name.endswith("A_log")} == {None}
+    assert {
+        piece.transform for content in layout.values() for piece in content.pieces if not piece.name.endswith("A_log")
+    } == {None}
 
 
 @pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(2, 2), VllmParallel(2, 4)])
@@ -126,12 +147,16 @@ def test_every_layout_tiles_its_slots(parallel: VllmParallel):
     layouts.append(FAMILY.torch_dist_layout(TINY, "float32", 512))
     for layout in layouts:
         for content in layout.values():
-            assert tiling_fault(content.shape, [piece.local for piece in content.pieces] + list(content.padding)) is None
+            assert (
+                tiling_fault(content.shape, [piece.local for piece in content.pieces] + list(content.padding)) is None
+            )
 
 
 def test_expert_parallel_workers_hold_whole_experts():
     canonical = index_arrays(FAMILY.canonical(TINY))
-    workers = [build_layout(FAMILY.vllm_layout(TINY, VllmParallel(2, 2), worker, "float32"), canonical) for worker in range(2)]
+    workers = [
+        build_layout(FAMILY.vllm_layout(TINY, VllmParallel(2, 2), worker, "float32"), canonical) for worker in range(2)
+    ]
     slot = Slot("model.layers.1.mixer.experts.routed_experts.w13_weight")
     for worker in range(2):
         for index in range(4):
@@ -160,17 +185,24 @@ def test_checkpoint_keys_are_those_of_megatron():
 
 
 def test_megatron_arguments_follow_the_config():
-    arguments = FAMILY.megatron_arguments(TINY | dict(layer_norm_epsilon=1e-5, n_group=4, topk_group=2, num_experts_per_tok=4))
+    arguments = FAMILY.megatron_arguments(
+        TINY | dict(layer_norm_epsilon=1e-5, n_group=4, topk_group=2, num_experts_per_tok=4)
+    )
     transformer, model = arguments["transformer"], arguments["model"]
     assert transformer["moe_router_topk_scaling_factor"] == 2.5
     assert (transformer["moe_router_num_groups"], transformer["moe_router_group_topk"]) == (4, 2)
     assert (transformer["num_query_groups"], transformer["kv_channels"], transformer["mamba_num_groups"]) == (2, 32, 2)
-    assert (model["hybrid_override_pattern"], model["vocab_size"], model["position_embedding_type"]) == ("MEM*EME", 264, "none")
+    assert (model["hybrid_override_pattern"], model["vocab_size"], model["position_embedding_type"]) == (
+        "MEM*EME",
+        264,
+        "none",
+    )
     assert FAMILY.megatron_arguments(TINY)["transformer"]["moe_router_num_groups"] is None
     with pytest.raises(ValueError, match="num_experts_per_tok=2 with topk_group=2 is not supported"):
         FAMILY.megatron_arguments(TINY | dict(n_group=4, topk_group=2))
     assert (
-        "num_moe_experts" not in FAMILY.megatron_arguments(TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3))["transformer"]
+        "num_moe_experts"
+        not in FAMILY.megatron_arguments(TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3))["transformer"]
     )
     dense = TINY | dict(hybrid_override_pattern="*-", num_hidden_layers=2, layer_norm_epsilon=1e-6)
     assert FAMILY.megatron_arguments(dense)["transformer"]["layernorm_epsilon"] == 1e-6
@@ -207,7 +239,11 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage():
     own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.")}
     assert shapes.keys() - own.keys() == FAMILY.canonical(TINY).keys()
     # As the index of NVIDIA-Nemotron-3.5-Lightning lists them: the layers of all steps are numbered through.
-    assert (own["mtp.layers.0.eh_proj.weight"], own["mtp.layers.2.enorm.weight"], own["mtp.layers.3.final_layernorm.weight"]) == (
+    assert (
+        own["mtp.layers.0.eh_proj.weight"],
+        own["mtp.layers.2.enorm.weight"],
+        own["mtp.layers.3.final_layernorm.weight"],
+    ) == (
         (64, 128),
         (64,),
         (64,),
@@ -223,7 +259,10 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage():
         "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.expert_bias",
     } <= keys
     for flavour in FLAVOURS:
-        stages = [FAMILY.megatron_layout(MTP, MegatronParallel(pp=7), MegatronCoords(pp=pp), "bfloat16", flavour) for pp in range(7)]
+        stages = [
+            FAMILY.megatron_layout(MTP, MegatronParallel(pp=7), MegatronCoords(pp=pp), "bfloat16", flavour)
+            for pp in range(7)
+        ]
         found = [{slot.name for slot in stage if slot.name.startswith("mtp.")} for stage in stages]
         assert [len(names) > 0 for names in found] == [False] * 6 + [True]
         # A rank has them under the names of its layer specs, which fuse norms or do not.
@@ -233,15 +272,20 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage():
 
 def test_a_drafter_holds_these_layers_only_where_it_is_asked_for():
     plain, drafting = (
-        FAMILY.vllm_layout(MTP | dict(num_nextn_predict_layers=1), VllmParallel(2, 2, drafts), 0, "float32") for drafts in (False, True)
+        FAMILY.vllm_layout(MTP | dict(num_nextn_predict_layers=1), VllmParallel(2, 2, drafts), 0, "float32")
+        for drafts in (False, True)
     )
     added = {slot.name: content.shape for slot, content in drafting.items() if slot not in plain}
     assert all(name.startswith("drafter.model.layers.") for name in added)
     assert added["drafter.model.layers.0.eh_proj.weight"] == (32, 128)
     assert added["drafter.model.layers.1.mixer.experts.routed_experts.w13_weight"] == (4, 64, 64)
-    sources = FAMILY.megatron_layout(MTP | dict(num_nextn_predict_layers=1), MegatronParallel(), MegatronCoords(), "float32")
+    sources = FAMILY.megatron_layout(
+        MTP | dict(num_nextn_predict_layers=1), MegatronParallel(), MegatronCoords(), "float32"
+    )
     assert read_by_engines(sources, VllmParallel(has_drafter=True)) is sources
-    assert read_by_engines(sources, VllmParallel()) == FAMILY.megatron_layout(TINY, MegatronParallel(), MegatronCoords(), "float32")
+    assert read_by_engines(sources, VllmParallel()) == FAMILY.megatron_layout(
+        TINY, MegatronParallel(), MegatronCoords(), "float32"
+    )
     with pytest.raises(ValueError, match="no MTP layers to propose tokens with; use method ngram"):
         FAMILY.vllm_layout(TINY, VllmParallel(has_drafter=True), 0, "float32")
 
@@ -259,7 +303,8 @@ def test_every_spelling_of_no_limit_is_accepted(limit: object):
 
 def test_a_layout_that_does_not_divide_the_model_is_refused():
     with pytest.raises(
-        ValueError, match="tensor_model_parallel_size=4 does not divide the 2 heads or groups in section B of backbone.layers.0"
+        ValueError,
+        match="tensor_model_parallel_size=4 does not divide the 2 heads or groups in section B of backbone.layers.0",
     ):
         FAMILY.megatron_layout(TINY, MegatronParallel(tp=4), MegatronCoords(), "float32")
     with pytest.raises(ValueError, match="expert_model_parallel_size=3 does not divide the 8 experts"):

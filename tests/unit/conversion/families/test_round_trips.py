@@ -22,7 +22,9 @@ LAYOUTS = {
     "pp4 vpp2": MegatronParallel(pp=4, vpp=2),
 }
 # Hybrid models have no virtual stages.
-HYBRID_LAYOUTS = {name: parallel for name, parallel in LAYOUTS.items() if parallel.vpp == 1} | {"pp4": MegatronParallel(pp=4)}
+HYBRID_LAYOUTS = {name: parallel for name, parallel in LAYOUTS.items() if parallel.vpp == 1} | {
+    "pp4": MegatronParallel(pp=4)
+}
 CASES = [
     (model_type, layout)
     for model_type, found in sorted(FAMILIES.items())

@@ -27,7 +27,12 @@ def test_a_pickle_that_runs_something_is_refused_by_the_name_of_what_it_asks_for
     with pytest.raises(RefusedPickle, match=r"it is a pickle that asks for builtins\.eval"):
         unpickle(pickle.dumps(Evil()), "it")
     with pytest.raises(RefusedPickle, match="asks for torch.distributed.checkpoint.metadata.Metadata.__init__"):
-        unpickle(b"\x80\x04\x8c\x28torch.distributed.checkpoint.metadata\x8c\x11Metadata.__init__\x93.".replace(b"\x28t", b"\x25t"), "it")
+        unpickle(
+            b"\x80\x04\x8c\x28torch.distributed.checkpoint.metadata\x8c\x11Metadata.__init__\x93.".replace(
+                b"\x28t", b"\x25t"
+            ),
+            "it",
+        )
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04.", b"", b"no pickle"])
@@ -56,7 +61,9 @@ def test_a_pickle_cannot_change_what_outlives_it(target: bytes, state: bytes):
 
 
 def test_objects_of_torch_become_records_without_methods():
-    metadata = Metadata({}, planner_data={"a": torch.Size([2])}, storage_meta=StorageMeta(load_id="me", checkpoint_id=Path("/a")))
+    metadata = Metadata(
+        {}, planner_data={"a": torch.Size([2])}, storage_meta=StorageMeta(load_id="me", checkpoint_id=Path("/a"))
+    )
     found = unpickle(pickle.dumps(metadata), "it")
     assert isinstance(found, PickledRecord) and type(found).__name__ == "Metadata"
     assert vars(found)["planner_data"] == {"a": torch.Size([2])}

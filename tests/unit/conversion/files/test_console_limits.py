@@ -120,7 +120,9 @@ exit_with(main)
 
 @pytest.mark.parametrize("console", ["nobody reads", "nobody reads any more", "closed", "full"])
 def test_a_driver_ends_as_it_would_and_keeps_its_files(tmp_path: Path, console: str):
-    source, sink = os.pipe() if console != "full" else (os.open("/dev/null", os.O_RDONLY), os.open("/dev/full", os.O_WRONLY))
+    source, sink = (
+        os.pipe() if console != "full" else (os.open("/dev/null", os.O_RDONLY), os.open("/dev/full", os.O_WRONLY))
+    )
     # A file must not get the number of a console that its process was started without.
     close = (lambda: [os.close(number) for number in range(3)]) if console == "closed" else None
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "checkpoint"), "0.1"]

@@ -49,7 +49,9 @@ def test_atomic_writes_leave_nothing_else(tmp_path: Path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "2")]
 
 
-@pytest.mark.parametrize(("umask", "modes"), [(0o022, {0o755, 0o644}), (0o027, {0o750, 0o640}), (0o077, {0o700, 0o600})])
+@pytest.mark.parametrize(
+    ("umask", "modes"), [(0o022, {0o755, 0o644}), (0o027, {0o750, 0o640}), (0o077, {0o700, 0o600})]
+)
 def test_what_is_published_has_the_modes_of_the_umask(tmp_path: Path, umask: int, modes: set[int]):
     """safetensors writes files that only their owner may read."""
     (tmp_path / "elsewhere").touch(mode=0o600)

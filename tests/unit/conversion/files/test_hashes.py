@@ -137,7 +137,8 @@ def test_a_file_of_the_hub_is_read_once_and_compared_with_its_name(tmp_path: Pat
     blob.write_bytes(b"conten\0")
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=rf"model.safetensors is damaged: the sha256 of .*{blob.name} is {sha256(b'conten' + bytes(1))}"
+            ValueError,
+            match=rf"model.safetensors is damaged: the sha256 of .*{blob.name} is {sha256(b'conten' + bytes(1))}",
         ):
             file_hash(path, tmp_path / "memory")
     blob.write_bytes(b"content")

@@ -14,7 +14,9 @@ from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, stored_tensors, 
 
 
 def test_weight_files_are_the_single_file_before_those_of_the_index(tmp_path: Path):
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}))
+    (tmp_path / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}})
+    )
     assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
     (tmp_path / SINGLE_FILE).touch()
     assert weight_files(tmp_path) == [tmp_path / SINGLE_FILE]
@@ -36,6 +38,8 @@ def test_weights_of_another_user_need_no_download(tmp_path: Path, monkeypatch: p
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(hf_folder, "open_file", refuse)
-    with pytest.raises(ValueError, match=r"model\.safetensors may not be read by this user: .*; let it: chmod -R a\+rX ") as caught:
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors may not be read by this user: .*; let it: chmod -R a\+rX "
+    ) as caught:
         stored_tensors(tmp_path)
     assert "download" not in str(caught.value)

@@ -48,7 +48,9 @@ def test_reads_and_syncs_of_a_disk_that_hangs_end_with_its_name(tmp_path: Path, 
     hangs = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: hangs.wait(TIMEOUT_S))
     # A descriptor of its own: the late reader closes it.
-    monkeypatch.setattr(reading, "open_file", lambda path: os.open(path if hangs.wait(TIMEOUT_S) else path, os.O_RDONLY))
+    monkeypatch.setattr(
+        reading, "open_file", lambda path: os.open(path if hangs.wait(TIMEOUT_S) else path, os.O_RDONLY)
+    )
     monkeypatch.setattr(durable, "IO_TIMEOUT_S", 0.01)
     for name in ("IO_TIMEOUT_S", "READ_TIMEOUT_S"):
         monkeypatch.setattr(reading, name, 0.01)

@@ -25,8 +25,13 @@ def test_a_folder_is_sealed_only_with_all_files_that_were_written(tmp_path: Path
     assert file_faults(tmp_path) == []
 
 
-def test_what_ranks_wrote_is_read_as_it_was_told_and_asked_for_where_it_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reports = [WriteReport({f"iter_0000000/__{rank}_0.distcp": FileRecord(rank, "ab" * 32, 2**32 - 1)}, 1.5) for rank in range(2)]
+def test_what_ranks_wrote_is_read_as_it_was_told_and_asked_for_where_it_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    reports = [
+        WriteReport({f"iter_0000000/__{rank}_0.distcp": FileRecord(rank, "ab" * 32, 2**32 - 1)}, 1.5)
+        for rank in range(2)
+    ]
     told = tmp_path / manifest.WRITTEN
     told.touch()
     assert manifest.read_written(tmp_path) is None

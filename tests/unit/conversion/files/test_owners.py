@@ -37,7 +37,9 @@ def test_host_names_of_any_form_fit_into_a_name(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_lives_until_it_ends_even_if_nobody_reaps_it(tmp_path: Path):
     code = "from conversion.files.owners import owned_name; print(owned_name('key'), flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         path = tmp_path / child.stdout.readline().strip()
         path.touch()
@@ -57,7 +59,9 @@ def test_a_process_id_that_is_used_again_is_another_owner(tmp_path: Path):
 
 
 @pytest.mark.parametrize("field", [1, 2], ids=["another boot", "another container"])
-def test_elsewhere_the_time_decides_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: int):
+def test_elsewhere_the_time_decides_by_the_clock_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: int
+):
     fields = owned_name("key").split(".")
     fields[field] = "123"
     path = tmp_path / ".".join(fields)

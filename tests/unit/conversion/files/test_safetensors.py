@@ -63,12 +63,20 @@ def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path):
 
 def test_a_layout_is_filled_cast_transformed_and_padded(folder: Path):
     layout: Layout = {
-        Slot("joined"): SlotLayout((4, 4), "bfloat16", (Piece("a", ((2, 4), (0, 4)), ((0, 2), (0, 4))),), padding=(((2, 4), (0, 4)),)),
-        Slot("stacked"): SlotLayout((2, 6), "float32", (Piece("b", ((0, 6),), ((1, 2), (0, 6)), "neg_exp"),), padding=(((0, 1), (0, 6)),)),
+        Slot("joined"): SlotLayout(
+            (4, 4), "bfloat16", (Piece("a", ((2, 4), (0, 4)), ((0, 2), (0, 4))),), padding=(((2, 4), (0, 4)),)
+        ),
+        Slot("stacked"): SlotLayout(
+            (2, 6), "float32", (Piece("b", ((0, 6),), ((1, 2), (0, 6)), "neg_exp"),), padding=(((0, 1), (0, 6)),)
+        ),
     }
-    tensors = {slot: torch.full(content.shape, 7, dtype=getattr(torch, content.dtype)) for slot, content in layout.items()}
+    tensors = {
+        slot: torch.full(content.shape, 7, dtype=getattr(torch, content.dtype)) for slot, content in layout.items()
+    }
     fill_layout(folder, layout, tensors)
-    assert torch.equal(tensors[Slot("joined")], torch.cat([TENSORS["a"][2:4].bfloat16(), torch.zeros(2, 4, dtype=torch.bfloat16)]))
+    assert torch.equal(
+        tensors[Slot("joined")], torch.cat([TENSORS["a"][2:4].bfloat16(), torch.zeros(2, 4, dtype=torch.bfloat16)])
+    )
     assert torch.equal(tensors[Slot("stacked")], torch.stack([torch.zeros(6), -torch.exp(TENSORS["b"].float())]))
     fresh = read_layout(folder, layout)
     assert all(torch.equal(fresh[slot], tensors[slot]) for slot in layout)
@@ -102,7 +110,9 @@ def test_folders_without_weights_are_refused(tmp_path: Path):
 def shards(folder: Path, weight_map: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:
     for file, tensors in files.items():
         save_file(tensors, folder / f"{file}.safetensors")
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in weight_map.items()}}))
+    (folder / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in weight_map.items()}})
+    )
     return folder
 
 
@@ -111,7 +121,9 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(tmp_pa
     shards(tmp_path, {"a": "x", "b": "x", "c": "y"}, x=first, y=second)
     with SafetensorsFolder(tmp_path) as source:
         assert [read_box(source, name, ((0, 1),)).item() for name in ("a", "c", "b")] == [0, 3, 1]
-        with pytest.raises(ValueError, match=r"y.safetensors holds tensors that model.safetensors.index.json does not place there: b$"):
+        with pytest.raises(
+            ValueError, match=r"y.safetensors holds tensors that model.safetensors.index.json does not place there: b$"
+        ):
             stored_tensors(tmp_path)
 
 
@@ -124,11 +136,17 @@ def test_a_tensor_that_only_a_shard_knows_is_refused(tmp_path: Path):
 def test_a_missing_shard_is_named(tmp_path: Path):
     write_safetensors(tmp_path, InMemory(TENSORS), list(TENSORS), max_shard_bytes=64)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with SafetensorsFolder(tmp_path) as source, pytest.raises(ValueError, match="model-00002-of-00002.safetensors: b cannot be read"):
+    with (
+        SafetensorsFolder(tmp_path) as source,
+        pytest.raises(ValueError, match="model-00002-of-00002.safetensors: b cannot be read"),
+    ):
         source.shape("b")
 
 
 def test_quantised_weights_are_refused(tmp_path: Path):
     save_file({"a": torch.zeros(2, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with SafetensorsFolder(tmp_path) as source, pytest.raises(ValueError, match="a has dtype F8_E4M3; only unquantised"):
+    with (
+        SafetensorsFolder(tmp_path) as source,
+        pytest.raises(ValueError, match="a has dtype F8_E4M3; only unquantised"),
+    ):
         source.dtype("a")

@@ -62,7 +62,9 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, padded_vocabulary:
 def test_every_slot_keeps_its_dtype(tmp_path: Path):
     canonical = {name: tensor.bfloat16() if "bias" not in name else tensor for name, tensor in random_tensors().items()}
     layout = {
-        slot: SlotLayout(content.shape, "float32" if "bias" in slot.name else "bfloat16", content.pieces, content.padding)
+        slot: SlotLayout(
+            content.shape, "float32" if "bias" in slot.name else "bfloat16", content.pieces, content.padding
+        )
         for slot, content in FAMILY.torch_dist_layout(TINY, "bfloat16").items()
     }
     for name, tensor in canonical_tensors(TorchDistFolder(written(tmp_path, layout, canonical)), layout).items():
@@ -77,21 +79,28 @@ def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
     chunks = entries["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks  # type: ignore[union-attr]  # a tensor
     assert [tuple(chunk.offsets) for chunk in chunks] == [(index, 0, 0) for index in range(8)]
     assert len(entries["decoder.layers.0.mixer.out_proj.weight"].chunks) == 1  # type: ignore[union-attr]  # a tensor
-    assert {key for key in entries if key.startswith("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state")} == {
-        f"decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_{index}_8" for index in range(8)
-    }
+    assert {
+        key for key in entries if key.startswith("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state")
+    } == {f"decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_{index}_8" for index in range(8)}
     modules = ("decoder.layers.0.mixer.in_proj", "decoder.layers.1.pre_mlp_layernorm", "decoder.final_norm")
     assert {f"{module}._extra_state/shard_0_1" for module in modules} <= entries.keys()
-    assert not [key for key in entries if "router._extra" in key or "conv1d._extra" in key or "mixer.norm._extra" in key]
+    assert not [
+        key for key in entries if "router._extra" in key or "conv1d._extra" in key or "mixer.norm._extra" in key
+    ]
     assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
 def simple(shape: tuple[int, ...], *names: str) -> Layout:
-    return {Slot(f"decoder.{name}"): SlotLayout(shape, "float32", (Piece(name, full(shape), full(shape)),)) for name in names}
+    return {
+        Slot(f"decoder.{name}"): SlotLayout(shape, "float32", (Piece(name, full(shape), full(shape)),))
+        for name in names
+    }
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
-    source = TorchDistFolder(written(tmp_path, simple((2, 2), "a", "b"), {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}))
+    source = TorchDistFolder(
+        written(tmp_path, simple((2, 2), "a", "b"), {"a": torch.ones(2, 2), "b": torch.ones(2, 2)})
+    )
     with pytest.raises(ValueError, match="no tensor decoder.c"):
         source.check(simple((2, 2), "a", "b", "c"))
     with pytest.raises(ValueError, match="weights that the model's config does not have: decoder.b"):
@@ -105,7 +114,9 @@ def test_weights_that_the_model_has_no_place_for_are_refused_wherever_they_are(t
     layout = simple((2, 2), "a")
     for index, stray in enumerate(("output_layer.weight", "mtp.layers.0.weight", "optimizers_own.weight")):
         more = {Slot(stray): SlotLayout((2, 2), "float32", (Piece("b", full((2, 2)), full((2, 2))),))}
-        source = TorchDistFolder(written(new(tmp_path / str(index)), layout | more, {name: torch.ones(2, 2) for name in "ab"}))
+        source = TorchDistFolder(
+            written(new(tmp_path / str(index)), layout | more, {name: torch.ones(2, 2) for name in "ab"})
+        )
         with pytest.raises(ValueError, match=f"weights that the model's config does not have: {stray}"):
             source.check(layout)
 
@@ -124,10 +135,13 @@ def test_training_state_is_not_looked_at(tmp_path: Path):
 
 def test_legacy_experts_are_refused_by_name(tmp_path: Path):
     source = TorchDistFolder(
-        written(tmp_path, simple((2, 2), "layers.0.mlp.experts.weight1"), {"layers.0.mlp.experts.weight1": torch.ones(2, 2)})
+        written(
+            tmp_path, simple((2, 2), "layers.0.mlp.experts.weight1"), {"layers.0.mlp.experts.weight1": torch.ones(2, 2)}
+        )
     )
     with pytest.raises(
-        ValueError, match="decoder.layers.0.mlp.experts.weight1 has all experts of Megatron's legacy GroupedMLP in one tensor"
+        ValueError,
+        match="decoder.layers.0.mlp.experts.weight1 has all experts of Megatron's legacy GroupedMLP in one tensor",
     ):
         source.check(simple((2, 2), "layers.0.mlp.experts.experts.linear_fc1.weight"))
 
@@ -180,7 +194,9 @@ def test_chunks_that_overlap_and_leave_as_much_out_are_refused(tmp_path: Path):
     in_files_of_rows(tmp_path, torch.arange(4.0))
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["decoder.a"].chunks[1].offsets = torch.Size([1])
-    metadata.storage_data[MetadataIndex("decoder.a", torch.Size([1]))] = metadata.storage_data[MetadataIndex("decoder.a", torch.Size([2]))]
+    metadata.storage_data[MetadataIndex("decoder.a", torch.Size([1]))] = metadata.storage_data[
+        MetadataIndex("decoder.a", torch.Size([2]))
+    ]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"do not cover \(\(0, 4\),\) once: there, boxes .* overlap"):
         read_whole(TorchDistFolder(tmp_path), "decoder.a")
@@ -192,7 +208,10 @@ def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = TorchDistFolder(in_files_of_rows(tmp_path, tensor))
     for _ in range(2):
         assert torch.equal(read_whole(source, "decoder.a"), tensor)
-        assert len([link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(tmp_path))]) == 2
+        assert (
+            len([link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(tmp_path))])
+            == 2
+        )
 
 
 def test_what_only_torch_can_read_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -224,10 +243,14 @@ def saved(folder: Path, tensor: Tensor) -> Path:
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
-def test_what_torch_saves_is_read_in_place_and_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor):
+def test_what_torch_saves_is_read_in_place_and_a_flipped_bit_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: Tensor
+):
     data = saved(tmp_path, tensor)
     real, devices = torch.load, []
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: devices.append(kwargs["map_location"]) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **kwargs: devices.append(kwargs["map_location"]) or real(*args, **kwargs)
+    )
     assert torch.equal(read_whole(TorchDistFolder(tmp_path), "a"), tensor)
     assert devices == ["meta"]
     content = bytearray(data.read_bytes())
@@ -235,7 +258,9 @@ def test_what_torch_saves_is_read_in_place_and_a_flipped_bit_is_found(tmp_path: 
     content[last] ^= 1
     data.write_bytes(content)
     assert not torch.equal(read_whole(TorchDistFolder(tmp_path, verify=False), "a"), tensor)
-    with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged: .*/data/0 does not have its CRC-32"):
+    with pytest.raises(
+        ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged: .*/data/0 does not have its CRC-32"
+    ):
         read_whole(TorchDistFolder(tmp_path), "a")
 
 
@@ -252,7 +277,10 @@ def test_content_that_would_end_behind_the_archive_is_refused(tmp_path: Path):
 
 def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path: Path):
     tensor = torch.randn(5)
-    for name, order, compression in (("big", b"big", zipfile.ZIP_STORED), ("deflated", b"little", zipfile.ZIP_DEFLATED)):
+    for name, order, compression in (
+        ("big", b"big", zipfile.ZIP_STORED),
+        ("deflated", b"little", zipfile.ZIP_DEFLATED),
+    ):
         data = saved(tmp_path / name, tensor)
         with zipfile.ZipFile(data) as archive:
             records = {info.filename: archive.read(info) for info in archive.infolist()}
