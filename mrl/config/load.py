@@ -270,6 +270,7 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
     unknown: Settings = {}
     misplaced: set[str] = set()
     starts: dict[Key, list[Key]] = {}
+    algorithm = str(settings["algorithm",].value) if ("algorithm",) in settings else "grpo"
     beginnings = {
         split_key(known_key)[:end] for known_key in _known_keys()[0] for end in range(1, known_key.count(".") + 1)
     }
@@ -287,7 +288,7 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
             start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
-        first, nearest = settings[keys[0]], nearest_key(start)
+        first, nearest = settings[keys[0]], nearest_key(start, algorithm)
         hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
         if len(keys) == 1:
             problems.append(wrong("unknown-key", keys[0], first, f"no such key{hint}"))
@@ -342,13 +343,17 @@ TRL_NAMES = {
 """Keys by their names in TRL and transformers, where the spelling is too different to guess."""
 
 
-def nearest_key(key: Key) -> str | None:
-    """The known key most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none."""
+def nearest_key(key: Key, algorithm: str = "grpo") -> str | None:
+    """The known key most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none.
+
+    Of keys that several algorithms have it takes that of the config's own.
+    """
     *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
     known, names = _known_keys()
     if name in TRL_NAMES and name not in names:
-        return TRL_NAMES[name]
+        section, _, rest = TRL_NAMES[name].partition(".")
+        return f"{algorithm}.{rest}" if section == "grpo" and f"{algorithm}.{rest}" in known else TRL_NAMES[name]
     siblings = list(
         dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix))
     )
@@ -359,8 +364,10 @@ def nearest_key(key: Key) -> str | None:
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not closest:
         return None
-    meant = [other for other in names[closest[0]] if split_key(other)[0] not in LIKE_POLICY] or names[closest[0]]
-    return difflib.get_close_matches(prefix + name, meant, n=1, cutoff=0.0)[0]
+    elsewhere = {*LIKE_POLICY, *ALGORITHMS} - {algorithm}
+    meant = [other for other in names[closest[0]] if split_key(other)[0] not in elsewhere] or names[closest[0]]
+    own = [other for other in meant if split_key(other)[0] == algorithm] or meant
+    return difflib.get_close_matches(prefix + name, own if not parents else meant, n=1, cutoff=0.0)[0]
 
 
 @functools.cache

@@ -69,6 +69,12 @@ def test_a_typo_in_any_section_is_answered_with_the_key():
         assert nearest_key(tuple(typo.split("."))) == key
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distillation"])
+def test_a_key_of_several_algorithms_is_answered_with_the_one_of_the_configs_own(algorithm: str):
+    for name, meant in (("num_prompts_per_step", "num_prompts_per_step"), ("max_steps", "max_num_steps")):
+        assert nearest_key((name,), algorithm) == f"{algorithm}.{meant}"
+
+
 def test_invalid_configs_are_answered_with_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert num_refused(tmp_path, monkeypatch, (NEMO_RL / "tutorial_002.yaml").read_text(), num_configs=60) > 30
 
