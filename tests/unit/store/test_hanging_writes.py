@@ -16,7 +16,7 @@ import pytest
 
 from conversion.files import durable
 from mrl.loop.main import main
-from mrl.store import checkpoints, ledger, run_folder
+from mrl.store import checkpoints, ledger, lines, run_folder
 from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
 from mrl.train import train
 from mrl.types import RunState
@@ -70,7 +70,8 @@ def test_the_ledger(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_metrics_and_the_samples_of_the_report(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_folder, "WRITE_TIMEOUT_S", SOON_S)
+    for module in (run_folder, lines):
+        monkeypatch.setattr(module, "WRITE_TIMEOUT_S", SOON_S)
     with monkeypatch.context() as patch:
         answers = stuck(patch, "open", SAMPLES)
         with pytest.raises(TimeoutError, match=rf"write of .*/run/{SAMPLES}: no answer within"):
@@ -78,7 +79,7 @@ def test_the_metrics_and_the_samples_of_the_report(folder: RunFolder, monkeypatc
         answers.set()
     unread(folder.path / METRICS)
     reader = os.open(folder.path / METRICS, os.O_RDONLY | os.O_NONBLOCK)
-    folder._metrics = run_folder.JsonlLogger(folder.path / METRICS)
+    folder._metrics = lines.JsonlLogger(folder.path / METRICS)
     with pytest.raises(TimeoutError, match=rf"write of .*/run/{METRICS}: no answer within"), folder:
         for step in range(5000):
             folder.log_metrics(step, {"train/loss": float(step)})
