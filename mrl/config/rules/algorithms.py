@@ -38,7 +38,9 @@ def check_algorithm(config: RunConfig, problems: Problems) -> None:
     if loss.use_cispo:
         others = {
             "loss_fn.disable_ppo_ratio=true leaves out the ratio that CISPO weights with": loss.disable_ppo_ratio,
-            "loss_fn.force_on_policy_ratio=true has no ratio for CISPO's weights": loss.force_on_policy_ratio,
+            "loss_fn.force_on_policy_ratio=true leaves out the ratio that CISPO weights with": (
+                loss.force_on_policy_ratio
+            ),
             "CISPO weights tokens, and loss_fn.sequence_level_importance_ratios=true": (
                 loss.sequence_level_importance_ratios
             ),
