@@ -71,8 +71,8 @@ SlurmctldLogFile={log}/slurmctld.log
 SlurmdLogFile={log}/slurmd.%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
-PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} \\
-  MaxTime=INFINITE State=UP
+PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} \
+MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 # Seconds between the signal of a preemption and its end.
