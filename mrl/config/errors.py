@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NoReturn, TypeVar, cast
+from typing import Literal
 
 from mrl.config.schema.run import KEYS
 from mrl.env import is_hidden
 from mrl.phases import ModelName
 
-Config = TypeVar("Config")
 Kind = Literal["refused", "to be provided", "not checked"]
 
 REDACTED = "<redacted>"
@@ -200,40 +198,6 @@ def value_at(config: object, key: str) -> object:
 def spell(value: object) -> str:
     """A value as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def hide(config: Config, faults: Mapping[str, str]) -> Config:
-    """A copy of a config in which reading one of the keys of `faults` raises NotKnown with the key that is at fault.
-
-    Below a section that is null, reading that section raises it. A key that the schema lacks hides nothing.
-    """
-    values, below = dict(vars(config)), dict[str, dict[str, str]]()
-    for key, fault in faults.items():
-        name, _, rest = key.partition(".")
-        below.setdefault(name, {})[rest] = fault
-    unknown: dict[str, str] = {}
-    for name in below.keys() & values.keys():
-        if dataclasses.is_dataclass(values[name]) and "" not in below[name]:
-            values[name] = hide(values[name], below[name])
-        else:
-            *_, unknown[name] = below[name].values()
-    return _masked(type(config), values, unknown)
-
-
-def _masked(kind: type[Config], values: Mapping[str, object], unknown: Mapping[str, str]) -> Config:
-    """A config of these values; reading an `unknown` one raises NotKnown."""
-
-    def reader(fault: str) -> property:
-        def read(_: object) -> NoReturn:
-            raise NotKnown(fault)
-
-        return property(read)
-
-    readers = {name: reader(fault) for name, fault in unknown.items()}
-    mask = cast("type[Config]", type(kind.__name__, (kind,), readers)) if readers else kind
-    masked = object.__new__(mask)
-    vars(masked).update(values)
-    return masked
 
 
 def prefix_of(model: ModelName) -> str:

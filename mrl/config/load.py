@@ -29,7 +29,7 @@ from mrl.config.dialect.translate import (
     place_evaluation,
     use_own_forms,
 )
-from mrl.config.errors import ConfigError, NotKnown, Problem, hide, told, value_at
+from mrl.config.errors import ConfigError, NotKnown, Problem, told, value_at
 from mrl.config.files import (
     Key,
     Setting,
@@ -45,13 +45,13 @@ from mrl.config.files import (
 )
 from mrl.config.model import with_value
 from mrl.config.parsers import CHAT
-from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig, fields_of, section_of
+from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA, Facts, RunConfig
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
-from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions, keep_texts
+from mrl.config.values import REFERENCE, Tree, Unresolved, find_long_expressions, keep_texts, read_config
 from mrl.gpus import AUTO, host_gpus
 
-ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
+ALGORITHMS: tuple[str, ...] = get_args(SCHEMA.children["algorithm"].hint)
 
 MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which teachers is a list"}
 """Section of NeMo RL -> its algorithm."""
@@ -187,13 +187,11 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     beside = {
         key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated
     }
-    reader = ValueReader(Tree(notes | beside | translated, secrets), translated, misplaced)
-    config = reader.section(RunConfig)
-    origins = {".".join(key): setting.origin for key, setting in translated.items()}
-    config = _serving_agents(config.with_facts(Facts(frozenset(secrets), origins)))
-    problems += reader.problems()
-    faults = reader.faults()
-    return None if "algorithm" in faults else hide(config, faults), migration, [*problems, *refused]
+    config, found = read_config(Tree(notes | beside | translated, secrets), translated, misplaced)
+    if config is not None:
+        origins = {".".join(key): setting.origin for key, setting in translated.items()}
+        config = _serving_agents(config.with_facts(Facts(frozenset(secrets), origins)))
+    return config, migration, [*problems, *found, *refused]
 
 
 def _serving_agents(config: RunConfig) -> RunConfig:
@@ -271,9 +269,6 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
     misplaced: set[str] = set()
     starts: dict[Key, list[Key]] = {}
     algorithm = str(settings["algorithm",].value) if ("algorithm",) in settings else "grpo"
-    beginnings = {
-        split_key(known_key)[:end] for known_key in _known_keys()[0] for end in range(1, known_key.count(".") + 1)
-    }
     for key, setting in settings.items():
         is_known, at, fault = _place(key, setting.value)
         if is_known or is_foreign(key, setting.value):
@@ -285,7 +280,7 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
             unknown[key] = setting
         else:
             unknown[key] = setting
-            start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
+            start = next((key[:end] for end in range(1, len(key)) if key[:end] not in _beginnings()), key)
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
         first, nearest = settings[keys[0]], nearest_key(start, algorithm)
@@ -303,18 +298,16 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
 
 def _place(key: Key, value: object) -> tuple[bool, str, str]:
     """Checks that a setting fits the schema; else returns the key at which a section and a value are mixed up."""
-    section, hint = RunConfig, None
+    node = SCHEMA
     for depth, name in enumerate(key, start=1):
-        if name not in fields_of(section):
+        if (inner := node.children.get(name)) is None:
             return False, "", ""
-        hint, dotted = fields_of(section)[name], ".".join(key[:depth])
-        inner = section_of(hint)
-        if inner is None:
-            is_mapping = any(get_origin(kind) is dict for kind in (hint, *get_args(hint)))
-            return depth == len(key) or is_mapping, dotted, f"{dotted} is a value and has no keys below it"
-        section = inner
-    is_empty = value == {} or (value is None and type(None) in get_args(hint))
-    return is_empty, ".".join(key), f"a section; set one of its keys: {', '.join(fields_of(section))}"
+        node, dotted = inner, ".".join(key[:depth])
+        if node.section is None:
+            is_known = depth == len(key) or any(get_origin(kind) is dict for kind in node.kinds)
+            return is_known, dotted, f"{dotted} is a value and has no keys below it"
+    is_empty = value == {} or (value is None and type(None) in node.kinds)
+    return is_empty, ".".join(key), f"a section; set one of its keys: {', '.join(node.children)}"
 
 
 TRL_NAMES = {
@@ -368,6 +361,13 @@ def nearest_key(key: Key, algorithm: str = "grpo") -> str | None:
     meant = [other for other in names[closest[0]] if split_key(other)[0] not in elsewhere] or names[closest[0]]
     own = [other for other in meant if split_key(other)[0] == algorithm] or meant
     return difflib.get_close_matches(prefix + name, own if not parents else meant, n=1, cutoff=0.0)[0]
+
+
+@functools.cache
+def _beginnings() -> set[Key]:
+    """The sections of all known keys."""
+    parts = [tuple(known.split(".")) for known in _known_keys()[0]]
+    return {key[:end] for key in parts for end in range(1, len(key))}
 
 
 @functools.cache

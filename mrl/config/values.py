@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import functools
 import math
 import re
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, NoReturn, get_args
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -20,12 +19,11 @@ from omegaconf.resolvers import oc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mrl import env
-from mrl.config.errors import Problem, is_required
+from mrl.config.errors import NotKnown, Problem, is_required
 from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, split_key, wrong
-from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
+from mrl.config.schema.run import KEYS, SAME_KEYS, SCHEMA, RunConfig, SchemaNode
 from mrl.config.secrets import note_texts
 
-Section = TypeVar("Section")
 Number = int | float
 
 MAX_CHARACTERS = 1 << 20
@@ -50,42 +48,28 @@ _MESSAGES = {
 def keep_texts(settings: Settings) -> None:
     """Gives text keys what is written, not the number or truth value that YAML makes of it: 0123, 12:30, 1e5, off."""
     for key, setting in settings.items():
-        if (value := as_written(setting, ".".join(key))) != setting.value or type(value) is not type(setting.value):
+        if (value := as_written(setting, key)) != setting.value or type(value) is not type(setting.value):
             settings[key] = replace(setting, value=value)
 
 
-def as_written(setting: Setting, dotted: str) -> object:
-    """The value of a setting as one of the key `dotted`: texts of texts, and anything else as it is."""
-    hint: object = RunConfig
-    for name in dotted.split("."):
-        section = section_of(hint)
-        hint = fields_of(section).get(name) if section else _inner(hint, dict)
-    return _texts(setting.value, setting.text, hint)
+def as_written(setting: Setting, key: Key) -> object:
+    """The value of a setting as one of `key`: texts of texts, and anything else as it is."""
+    node: SchemaNode | None = SCHEMA
+    for name in key:
+        node = node and (node.children.get(name) if node.section else node.of_dict)
+    return _texts(setting.value, setting.text, node)
 
 
-def _texts(value: object, text: object, hint: object) -> object:
+def _texts(value: object, text: object, node: SchemaNode | None) -> object:
+    if node is None:
+        return value
     if isinstance(value, dict) and isinstance(text, dict):
-        section = section_of(hint)
-        hints = fields_of(section) if section else dict.fromkeys(value, _inner(hint, dict))
-        return {name: _texts(inner, text.get(str(name)), hints.get(name)) for name, inner in value.items()}
+        below = node.children if node.section else dict.fromkeys(value, node.of_dict)
+        return {name: _texts(inner, text.get(str(name)), below.get(name)) for name, inner in value.items()}
     if isinstance(value, list) and isinstance(text, list):
-        return [_texts(inner, written, _inner(hint, list)) for inner, written in zip(value, text, strict=True)]
-    is_text = str in _kinds(hint) or any(isinstance(choice, str) for kind in _kinds(hint) for choice in get_args(kind))
-    return text if isinstance(value, bool | int | float) and isinstance(text, str) and is_text else value
-
-
-def _kinds(hint: object) -> list[Any]:
-    """The types that a hint allows, without `Annotated` and `| None`."""
-    if get_origin(hint) is Annotated:
-        return _kinds(get_args(hint)[0])
-    return (
-        [kind for each in get_args(hint) for kind in _kinds(each)] if get_origin(hint) in (Union, UnionType) else [hint]
-    )
-
-
-def _inner(hint: object, container: type) -> object:
-    """The type of what a list or mapping holds; None for any other hint."""
-    return next((get_args(kind)[-1] for kind in _kinds(hint) if get_origin(kind) is container), None)
+        return [_texts(inner, written, node.of_list) for inner, written in zip(value, text, strict=True)]
+    is_other = isinstance(value, bool | int | float) and isinstance(text, str)
+    return text if is_other and node.takes_text else value
 
 
 class Unresolved(ValueError):
@@ -126,13 +110,13 @@ class Tree:
     def __init__(self, settings: Settings, secrets: set[str]) -> None:
         """Secrets that values are read from are added to `secrets`."""
         _register_resolvers(secrets)
-        self._content = copy.deepcopy(_defaults(RunConfig))
+        self.content: dict[str, Any] = copy.deepcopy(SCHEMA.default)
         for key, setting in settings.items():
-            _put(self._content, key, setting.value)
+            _put(self.content, key, setting.value)
 
     @functools.cached_property
     def _config(self) -> DictConfig:
-        return OmegaConf.create(self._content)
+        return OmegaConf.create(self.content)
 
     def value(self, dotted: str) -> object:
         """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
@@ -155,91 +139,85 @@ class Tree:
 
     def written(self, dotted: str) -> object:
         """The unresolved value of a dotted key; None if there is none."""
-        value: object = self._content
+        value: object = self.content
         for name in re.findall(r"[^.\[\]]+", dotted):
             value = (
                 value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
             )
         return value
 
-    def references(self, dotted: str) -> frozenset[str]:
+    def references(self, dotted: str) -> AbstractSet[str]:
         """The other keys of the schema that a key's expression refers to."""
         written = self.written(dotted)
-        return (
-            frozenset(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else frozenset()
-        )
+        return set(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else set()
 
 
-class ValueReader:
-    """Reads the sections of a config from a tree, and collects the problems of their values."""
+def read_config(tree: Tree, settings: Settings, misplaced: set[str]) -> tuple[RunConfig | None, list[Problem]]:
+    """The config of a tree, and the problems of its values; no config: the algorithm is not known.
 
-    def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:
-        """`settings` has the origins of the values. Keys in `misplaced` have problems already."""
-        self._tree, self._settings, self._misplaced = tree, settings, misplaced
-        self._problems: dict[str, Problem] = {}
+    `settings` has the origins of the values. Keys in `misplaced` have problems already. Reading a value of the config
+    that is not known raises NotKnown with the key at fault: that key, or one that its expression refers to.
+    """
+    reader = _Reader(tree, settings)
+    reader.read(SCHEMA, "", tree.content)
+    faults = _faults(tree, misplaced | {key.partition("[")[0] for key in reader.problems})
+    config = None if "algorithm" in faults else _built(SCHEMA, "", reader.values, faults)
+    assert config is None or isinstance(config, RunConfig)
+    causes = [
+        problem
+        for key, problem in reader.problems.items()
+        if key not in misplaced and not tree.references(key) & faults.keys()
+    ]
+    # Keys that refer to each other in a circle have no other cause.
+    return config, causes or ([] if misplaced else list(reader.problems.values()))
 
-    def section(self, kind: type[Section], prefix: str = "") -> Section:
-        """The section whose keys begin with `prefix`. Values that are not known are left at their defaults."""
-        values: dict[str, object] = {}
-        for name, hint in fields_of(kind).items():
-            dotted, inner, item = prefix + name, section_of(hint), _item_section(hint)
-            if dotted in SAME_KEYS:
-                values[name] = None
+
+class _Reader:
+    """Reads the keys of a tree in one pass: values, and problems of those that are not known."""
+
+    def __init__(self, tree: Tree, settings: Settings) -> None:
+        self._tree, self._settings = tree, settings
+        self.values: dict[str, object] = {}
+        """Value of each key; None for a section that is null."""
+        self.problems: dict[str, Problem] = {}
+
+    def read(self, node: SchemaNode, prefix: str, content: Mapping[str, object]) -> None:
+        """Reads a section, whose keys begin with `prefix`. `content` is as written, or resolved below a list."""
+        for name, child in node.children.items():
+            dotted, written = prefix + name, content.get(name)
+            if child.section and isinstance(written, dict) and dotted not in SAME_KEYS:
+                self.read(child, f"{dotted}.", written)
                 continue
-            if inner is not None:
-                values[name] = None if self._tree.written(dotted) is None else self.section(inner, f"{dotted}.")
+            if child.section:
+                self.values[dotted] = None
                 continue
             try:
                 value = self._tree.value(dotted)
-                if item is not None and isinstance(value, list):
-                    values[name] = [self._item(item, f"{dotted}[{index}]", each) for index, each in enumerate(value)]
+                if (item := child.of_list) and item.section and isinstance(value, list):
+                    self.values[dotted] = [
+                        self._item(item, f"{dotted}[{place}]", one) for place, one in enumerate(value)
+                    ]
                     continue
-                if isinstance(value, str) and bool in (hint, *get_args(hint)):  # environment variables give text
+                if isinstance(value, str) and bool in child.kinds:  # environment variables give text
                     value = {"true": True, "false": False}.get(value.lower(), value)
-                values[name] = _adapter(hint).validate_python(value)
+                self.values[dotted] = _adapter(child.hint).validate_python(value)
             except MissingMandatoryValue:
-                self._problems[dotted] = is_required(dotted)
+                self.problems[dotted] = is_required(dotted)
             except Unresolved as error:
-                self._add("expression", dotted, self._tree.written(dotted), error)
+                self._add("expression", dotted, written, error)
             except ValidationError as error:
                 self._add("value", dotted, self._tree.value(dotted), _message(error))
-        return kind(**values)
 
-    def problems(self) -> list[Problem]:
-        """Lists the problems, except those that another key causes."""
-        faults = self.faults()
-        causes = [
-            problem
-            for key, problem in self._problems.items()
-            if key not in self._misplaced and not self._tree.references(key) & faults.keys()
-        ]
-        # Keys that refer to each other in a circle have no other cause.
-        return causes or ([] if self._misplaced else list(self._problems.values()))
-
-    def faults(self) -> dict[str, str]:
-        """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
-        references = {key: others for key in KEYS if (others := self._tree.references(key))}
-        wrong = {*self._misplaced, *(key.partition("[")[0] for key in self._problems)}
-        faults = {key: key for key in sorted(wrong) if not references.get(key, frozenset()) & wrong} or {
-            key: key for key in sorted(wrong)
-        }
-        while followers := {
-            key: min(seen)
-            for key, others in references.items()
-            if key not in faults and (seen := others & faults.keys())
-        }:
-            faults |= {key: faults[other] for key, other in followers.items()}
-        return {key: key for key in wrong} | faults
-
-    def _item(self, kind: type[Section], dotted: str, value: object) -> Section:
-        names = fields_of(kind)
+    def _item(self, node: SchemaNode, dotted: str, value: object) -> object:
+        names = node.children
         if not isinstance(value, dict):
             self._add("section", dotted, value, f"a section; set one of its keys: {', '.join(names)}")
-            return kind()
+            return None
         for name in value.keys() - names.keys():
             key, nearest = f"{dotted}.{name}", difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
             self._add("unknown-key", key, value[name], f"no such key; the nearest is {dotted}.{nearest}")
-        return self.section(kind, f"{dotted}.")
+        self.read(node, f"{dotted}.", value)
+        return _built(node, f"{dotted}.", self.values, {})
 
     def _add(self, id: str, dotted: str, value: object, rule: object) -> None:
         """Adds a problem of a key as set, with its origin. A list's item has the list's origin; a default has none."""
@@ -247,7 +225,46 @@ class ValueReader:
         if setting is None:
             above = self._settings.get(split_key(dotted.partition("[")[0]))
             setting = Setting(value, above.origin if above else "")
-        self._problems[dotted] = wrong(id, split_key(dotted), setting, rule)
+        self.problems[dotted] = wrong(id, split_key(dotted), setting, rule)
+
+
+def _faults(tree: Tree, wrong: set[str]) -> dict[str, str]:
+    """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
+    if not wrong:
+        return {}
+    references = {key: others for key in KEYS if (others := tree.references(key))}
+    faults = {key: key for key in sorted(wrong) if not references.get(key, set()) & wrong} or {
+        key: key for key in sorted(wrong)
+    }
+    while followers := {
+        key: min(seen) for key, others in references.items() if key not in faults and (seen := others & faults.keys())
+    }:
+        faults |= {key: faults[other] for key, other in followers.items()}
+    return {key: key for key in wrong} | faults
+
+
+def _built(node: SchemaNode, prefix: str, values: Mapping[str, object], faults: Mapping[str, str]) -> object:
+    """The section of these values. Reading a key of `faults`, or a null section with such a key, raises NotKnown."""
+    found, unknown = dict[str, Any](), dict[str, property]()
+    for name, child in node.children.items():
+        dotted = prefix + name
+        if child.section and dotted not in values and dotted not in faults:
+            found[name] = _built(child, f"{dotted}.", values, faults)
+            continue
+        found[name] = values.get(dotted)
+        for key, fault in faults.items():
+            if key == dotted or key.startswith(f"{dotted}."):
+                unknown[name] = property(functools.partial(_refuse, fault))
+    assert node.section is not None
+    if not unknown:
+        return node.section(**found)
+    section = object.__new__(type(node.section.__name__, (node.section,), unknown))
+    vars(section).update(found)
+    return section
+
+
+def _refuse(fault: str, _: object) -> NoReturn:
+    raise NotKnown(fault)
 
 
 @functools.cache
@@ -266,57 +283,27 @@ def _message(error: ValidationError) -> str:
     return where + _MESSAGES.get(first["type"].partition("_")[0], f"{first['msg']}; correct the value")
 
 
-def _item_section(hint: object) -> type | None:
-    """The section class of the items of a list; None for any other field."""
-    return section_of(_inner(hint, list))
-
-
-@functools.cache
-def _defaults(section: type) -> dict[str, Any]:
-    """The defaults of a section as they are written."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        inner = section_of(fields_of(section)[field.name])
-        if field.default_factory is dataclasses.MISSING:
-            found[field.name] = field.default
-        else:
-            found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
-    for name in LIKE_POLICY if section is RunConfig else ():
-        found[name] = {
-            key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()
-        }
-    return found
-
-
-def _moved(content: dict[str, Any], section: str) -> dict[str, Any]:
-    """The defaults of a class, with references to `policy` replaced by `section`."""
-    return {
-        key: _moved(value, section)
-        if isinstance(value, dict)
-        else value.replace("${policy.", f"${{{section}.")
-        if isinstance(value, str)
-        else value
-        for key, value in content.items()
-    }
-
-
 def _put(content: dict[str, Any], key: Key, value: object) -> None:
     """Puts a value at a key of nested mappings. A section that was null, or that a list item begins, has defaults."""
-    section: type | None = RunConfig
+    node: SchemaNode | None = SCHEMA
     for name in key[:-1]:
-        section = section_of(fields_of(section).get(name)) if section else None
+        node = node and node.children.get(name)
         if not isinstance(content.get(name), dict):
-            content[name] = copy.deepcopy(_defaults(section)) if section else {}
+            content[name] = _defaults(node)
         content = content[name]
-    hint = fields_of(section).get(key[-1]) if section else None
-    inner, item = section_of(hint), _item_section(hint)
-    if value == {} and isinstance(content.get(key[-1]), dict):
-        return
-    if value == {} and inner is not None:
-        value = copy.deepcopy(_defaults(inner))
-    elif isinstance(value, list) and item is not None:
-        value = [{**_defaults(item), **each} if isinstance(each, dict) else each for each in value]
+    node = node and node.children.get(key[-1])
+    if value == {}:
+        if isinstance(content.get(key[-1]), dict):
+            return
+        value = _defaults(node)
+    elif isinstance(value, list) and node and node.of_list and node.of_list.section:
+        value = [{**_defaults(node.of_list), **each} if isinstance(each, dict) else each for each in value]
     content[key[-1]] = value
+
+
+def _defaults(node: SchemaNode | None) -> dict[str, Any]:
+    """A copy of the defaults of a section that is null by default; empty for anything else."""
+    return copy.deepcopy({name: child.default for name, child in node.children.items()}) if node else {}
 
 
 def _register_resolvers(secrets: set[str]) -> None:

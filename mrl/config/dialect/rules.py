@@ -152,7 +152,10 @@ class Translation:
         """Puts the value of `source`, if that is set, at `target`."""
         if (setting := self.given(source)) is not None:
             value = self.value_of(source)
-            self.put(source, setting, target, as_written(setting, target) if value == setting.value else value)
+            value = as_written(setting, split_key(target)) if value == setting.value else value
+            self.put(
+                source, setting, target, as_written(setting, split_key(target)) if value == setting.value else value
+            )
 
     def differ(self, source: str, setting: Setting, how: str) -> None:
         """Reports what mrl does in place of what NeMo RL does with `source`."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pickle
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -434,3 +436,25 @@ def test_a_file_beside_nemo_rl_s_own_inherits_it(tmp_path: Path):
 def test_an_empty_mapping_is_no_value_of_another_type(key: str):
     with pytest.raises(ValueError, match=rf"{key}=\{{\}} \(command line\): must be a "):
         load_config("grpo_tiny.yaml", [f"{key}={{}}"])
+
+
+def test_reading_a_config_stays_in_few_files(workplace: Path):
+    """A move is a call or return between two files of mrl; a table of the schema is walked in one."""
+    load_config("grpo_tiny.yaml")  # fills caches
+    stack, moves = [""], 0
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        nonlocal moves
+        if event == "call":
+            stack.append(frame.f_code.co_filename)
+            moves += stack[-2] != stack[-1] and all("/mrl/" in name for name in stack[-2:])
+        elif event == "return" and len(stack) > 1:
+            left = stack.pop()
+            moves += left != stack[-1] and all("/mrl/" in name for name in (left, stack[-1]))
+
+    sys.setprofile(watch)
+    try:
+        load_config("grpo_tiny.yaml")
+    finally:
+        sys.setprofile(None)
+    assert 100 < moves <= 1000

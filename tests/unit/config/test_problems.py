@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.errors import NotKnown, Problem, hide, in_section
-from mrl.config.load import load_config
+from mrl.config.errors import NotKnown, Problem, in_section
+from mrl.config.load import read_run
+from mrl.config.schema.policy import PolicyConfig
 from tests.unit.config.problems import found_with
 
 MEGATRON = "policy.megatron_cfg"
@@ -57,13 +58,15 @@ def test_a_problem_of_the_policy_moves_to_another_model():
     )
 
 
-def test_a_mask_leaves_the_config_and_what_is_known(workplace: Path):
-    config = load_config("grpo_tiny.yaml")
-    seen = hide(config, {"policy.generation.top_p": "grpo.seed"})
+def test_a_value_that_is_not_known_names_its_cause(workplace: Path):
+    words = ["grpo.seed=x", "policy.generation.top_k=${grpo.seed}", "policy.megatron_cfg=3"]
+    seen, _, problems = read_run("grpo_tiny.yaml", words)
+    assert seen is not None and [p.key for p in problems] == ["policy.megatron_cfg", "grpo.seed"]
     with pytest.raises(NotKnown, match="grpo.seed is not known"):
-        _ = seen.policy.generation.top_p
-    assert seen.policy.generation.top_k is None and isinstance(seen.policy, type(config.policy))
-    assert config.policy.generation.top_p == 1.0 and hide(config, {}) == config
+        _ = seen.policy.generation.top_k
+    with pytest.raises(NotKnown, match="policy.megatron_cfg is not known"):
+        _ = seen.policy.megatron_cfg
+    assert seen.policy.generation.top_p == 1.0 and isinstance(seen.policy, PolicyConfig)
 
 
 def test_a_check_prints_problems_as_json(workplace: Path, capsys: pytest.CaptureFixture[str]):
