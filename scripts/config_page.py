@@ -24,7 +24,8 @@ from mrl.config.dialect.tables import (
 )
 from mrl.config.fields import Only, Range
 from mrl.config.schema.data import RowsConfig
-from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
+from mrl.config.schema.keys import KEYS, SAME_KEYS, fields_of, section_of
+from mrl.config.schema.run import RunConfig
 
 _TEACHERS = "mrl.config: the teachers' sections are made of it"
 _MTP = "a check: a model with one MTP layer repeats it"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Product code calls these to read a section; a read in them counts as a read of the caller.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from mrl.env import is_hidden
 from mrl.phases import ModelName
 

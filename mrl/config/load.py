@@ -45,7 +45,8 @@ from mrl.config.files import (
 )
 from mrl.config.model import with_value
 from mrl.config.parsers import CHAT
-from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA, Facts, RunConfig
+from mrl.config.schema.keys import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA
+from mrl.config.schema.run import Facts, RunConfig
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
 from mrl.config.values import REFERENCE, Tree, Unresolved, find_long_expressions, keep_texts, read_config

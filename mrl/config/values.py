@@ -21,7 +21,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from mrl import env
 from mrl.config.errors import NotKnown, Problem, is_required
 from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, split_key, wrong
-from mrl.config.schema.run import KEYS, SAME_KEYS, SCHEMA, RunConfig, SchemaNode
+from mrl.config.schema.keys import KEYS, SAME_KEYS, SCHEMA, SchemaNode
+from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import note_texts
 
 Number = int | float

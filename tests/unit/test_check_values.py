@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from mrl.inputs import Look
 from tests.sources import ROOT
 

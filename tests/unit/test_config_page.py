@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from mrl.config.dialect.translate import DIALECT_KEYS
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from scripts.render_docs import DOCS
 
 KEYS_TO_SET, REFERENCE = (DOCS / "config.md").read_text().split("<!-- config -->")

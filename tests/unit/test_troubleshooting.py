@@ -15,7 +15,7 @@ import pytest
 
 from mrl.cluster.errors import way_out
 from mrl.config.dialect.translate import DIALECT_KEYS
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from mrl.doctor import __main__ as doctor
 from mrl.doctor import probe
 from mrl.launch import wait_for_nodes

@@ -20,7 +20,7 @@ from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, REN
 from mrl.config.errors import COMMAND_LINE, Problem
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
 from mrl.config.schema.data import DATASETS, DatasetConfig
-from mrl.config.schema.run import LIKE_POLICY
+from mrl.config.schema.keys import LIKE_POLICY
 from mrl.config.texts import counted
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.cluster.errors import BROKEN_NETWORK, OUT_OF_MEMORY, way_out
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 
 
 @pytest.mark.parametrize(

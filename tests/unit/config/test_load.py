@@ -10,7 +10,8 @@ from mrl.config.errors import ConfigError
 from mrl.config.files import find_config, packaged_configs, read_settings
 from mrl.config.load import TRL_NAMES, load_config
 from mrl.config.overrides import apply_overrides, quoted
-from mrl.config.schema.run import KEYS, RunConfig
+from mrl.config.schema.keys import KEYS
+from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
 
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"

@@ -8,7 +8,7 @@ from mrl.config.passthrough import (
     RESERVED_VARIABLES,
     arguments_of,
 )
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from mrl.rollout.environment import engine_environment
 
 

@@ -10,7 +10,8 @@ from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign, migrate
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.files import Setting, packaged_configs, split_key
 from mrl.config.load import load_config, load_run
-from mrl.config.schema.run import KEYS, RunConfig
+from mrl.config.schema.keys import KEYS
+from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"

@@ -15,7 +15,7 @@ from mrl.config.errors import ConfigError, value_at
 from mrl.config.files import packaged_configs
 from mrl.config.load import load_config, nearest_key
 from mrl.config.rules.checks import find_problems
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"

@@ -12,7 +12,8 @@ from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
 from mrl.config.rules.checks import check_disk, find_problems, num_kept_at_most
 from mrl.config.rules.layout import check_cluster
-from mrl.config.schema.run import KEYS, RunConfig
+from mrl.config.schema.keys import KEYS
+from mrl.config.schema.run import RunConfig
 from scripts.config_page import markers
 from tests.unit.config.problems import problems_of as found
 

@@ -14,7 +14,7 @@ from mrl.config.errors import value_at
 from mrl.config.fields import Range
 from mrl.config.files import packaged_configs
 from mrl.config.load import load_config
-from mrl.config.schema.run import KEYS
+from mrl.config.schema.keys import KEYS
 from scripts.config_page import markers
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of

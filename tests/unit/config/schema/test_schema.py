@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import get_type_hints
 
-from mrl.config.schema.run import KEYS, RunConfig, section_of
+from mrl.config.schema.keys import KEYS, section_of
+from mrl.config.schema.run import RunConfig
 from scripts.config_page import manuals, unread_keys
 from scripts.config_readers import key_readers
 
