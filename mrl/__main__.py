@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl import __version__
+from mrl.config.secrets import safe_console
 
 COMMANDS = (
     "train",
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    options = parser.parse_args(arguments)
+    with safe_console():
+        options = parser.parse_args(arguments)
     if sys.platform != "linux":
         parser.error(f"mrl runs on Linux, and not on {sys.platform}; use a Linux host, on Windows WSL 2")
     os.execv(sys.executable, [sys.executable, "-m", f"mrl.{options.command}", *options.words])

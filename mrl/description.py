@@ -55,9 +55,10 @@ def _batch(config: RunConfig) -> str:
 def _slots(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
+    graders = f"; further nodes for rewards: {config.num_grader_nodes}" if config.num_grader_nodes else ""
     return (
         f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = "
-        f"{cluster.num_slots} {what}"
+        f"{cluster.num_slots} {what}{graders}"
     )
 
 

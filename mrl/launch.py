@@ -55,7 +55,7 @@ def launch_slurm(options: argparse.Namespace) -> None:
         is_gres_site=not options.gpus_per_node_option,
         environment=None if options.container else env.VENV.read() or sys.prefix,
     )  # fmt: skip
-    printed.info("%s", slurm.render(job))
+    printed.info("%s%s", slurm.render(job), "".join(f"# {line}\n" for line in further_nodes(config)))
     if options.submit:
         job.log_folder.mkdir(parents=True, exist_ok=True)
         command, variables = slurm.submission(job)
@@ -70,7 +70,8 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
         train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name,
         options.namespace,
         options.image, options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory,
-        options.shm,
+        options.shm, options.host_network or options.efa > 0,
+        config.num_grader_nodes, options.grader_cpus, options.grader_memory,
     )  # fmt: skip
     check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     text = "".join(f"# {note}\n" for note in check_nodes(config, options)) + kubernetes.render(job)
@@ -97,9 +98,17 @@ def launch_lepton(options: argparse.Namespace) -> None:
         "# Environment Variables:",
         *(f"{name}={value}" for name, value in variables.items()),
         *(f"{name}=<secret {name}>" for name in LEPTON_SECRETS),
+        *(f"# {line}" for line in further_nodes(config)),
         f"# Mount Storage: a volume that all workers share, at {options.mount}; keep model, data and checkpoints there",
     ]
     printed.info("%s", "\n".join(lines) + "\n")
+
+
+def further_nodes(config: RunConfig) -> list[str]:
+    """Tells which nodes the job does not start."""
+    num_nodes = config.num_grader_nodes
+    how = 'they join the head as docs/cluster.md says, "Nodes for rewards", and the run waits for them'
+    return [f"Not in this job: the nodes of env.placement.num_nodes={num_nodes}; {how}"] if num_nodes else []
 
 
 def run_folder(config: RunConfig) -> dict[str, Path]:
@@ -299,9 +308,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_kubernetes.add_argument("--mount", default="/shared", help="where it is mounted (default: %(default)s)")
     on_kubernetes.add_argument("--instance-type", help="only nodes of this type, e.g. p4d.24xlarge")
     on_kubernetes.add_argument("--efa", type=int, default=0, help="EFA devices of a node, e.g. 4 on p4d, 32 on p5")
+    on_kubernetes.add_argument(
+        "--host-network", action="store_true", help="use the nodes' network, as cards with RDMA need; --efa does"
+    )
     on_kubernetes.add_argument("--cpus", type=int, default=48)
     on_kubernetes.add_argument("--memory", default="384Gi")
     on_kubernetes.add_argument("--shm", default="128Gi", help="size of /dev/shm (default: %(default)s)")
+    on_kubernetes.add_argument(
+        "--grader-cpus", type=int, default=16, help="of each pod of env.placement (default: %(default)s)"
+    )
+    on_kubernetes.add_argument("--grader-memory", default="64Gi", help="of each of them (default: %(default)s)")
 
     on_lepton = _runs(commands, "lepton", "a batch job of DGX Cloud Lepton", launch_lepton, can_submit=False)
     on_lepton.add_argument("--image", required=True, help="an image of scripts/docker")

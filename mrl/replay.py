@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from mrl.config.load import load_config
 from mrl.config.overrides import quoted
 from mrl.config.secrets import start_logging
-from mrl.config.texts import safe_text
 from mrl.loop.main import main as run_command
 from mrl.loop.preflight import check_start
 from mrl.loop.recording import layout_of
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rows = {int(row["step"] or 0): row for row in rows_of(run)}
     except (OSError, ValueError) as error:
-        parser.error(safe_text(str(error)))
+        parser.error(str(error))
     finite = {number for number, row in rows.items() if not row.get("train/num_skipped_updates")}
     if step < 1 or (step not in rows and not records_of(run, range(step, step + 1), finite)[0].exists()):
         parser.error(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conversion.files.reading import parse_json, read_file
 from mrl.config.secrets import run_entry
-from mrl.config.texts import aligned, safe_text
+from mrl.config.texts import aligned
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
 from mrl.store.checkpoints import LEDGER
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
     except (OSError, ValueError) as error:
-        parser.error(safe_text(str(error)))
-    print("\n".join(safe_text(line) for line in lines))
+        parser.error(str(error))
+    print("\n".join(lines))
     return 0
 
 

@@ -224,7 +224,7 @@ class Rewards(Actors[RewardActor]):
         """True when rollouts may have several turns: then an actor decides after each one."""
         self.inspects = looks_for_faults(config)
         """True when actors look at the form of rollouts, also of those that agents have judged."""
-        num_actors = len(placement.first_slots)
+        num_actors = len(placement.reward_options)
         self.news = News()
         # A second call hands rollouts in while the first waits for verdicts.
         self.book = RequestBook[Unjudged, Ended | PayloadRef](
@@ -337,7 +337,7 @@ class Rewards(Actors[RewardActor]):
         self.book.begin(index)
 
     def _start(self, index: int) -> ActorHandle[RewardActor]:
-        options = {**self.placement.options(self.placement.first_slots[index], {}), "max_concurrency": NUM_CALLS}
+        options = {**self.placement.reward_options[index], "max_concurrency": NUM_CALLS}
         actor = start_actor(RewardActor, options, self.config, self._log_file(index))
         self._starting[index] = ask(actor, RewardActor.ready)
         return actor

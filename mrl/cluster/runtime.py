@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
@@ -52,6 +52,7 @@ SLOT_RESOURCE = "worker_units"
 CONNECT_TIMEOUT_S = 10.0
 # A head that does not answer: Ray's own limits add up to minutes.
 JOIN_TIMEOUT_S = 600.0
+POLL_S = 1.0
 STARTS = (0.2, 0.3, 0.5)
 """Tries to start Ray: how much of the time for a start each gets. One that hangs leaves time for the next."""
 RAY_LIMITS = {
@@ -95,7 +96,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
         with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
             if config.cluster.num_nodes > 1:
                 join_cluster()
-                living = [node for node in ray.nodes() if node["Alive"]]
+                living = wait_for_graders(config)
                 members[:] = [
                     Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"])
                     for node in living
@@ -210,6 +211,26 @@ def join_cluster() -> None:
         ) from error
 
 
+def wait_for_graders(config: RunConfig) -> list[dict]:
+    """Ray's nodes that are online, once there is one for each of the run, those of `env.placement` included.
+
+    Those of the slots are there already: the launcher has waited for them. RuntimeError: one does not join in time.
+    """
+    wanted, limit_s = config.cluster.num_nodes + config.num_grader_nodes, start_deadline(config).seconds
+    end = time.monotonic() + limit_s
+    while True:
+        living = [node for node in ray.nodes() if node["Alive"]]
+        if not config.num_grader_nodes or len(living) >= wanted:
+            return living
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"{len(living)} of {wanted} nodes are online after {limit_s:g} s: cluster.num_nodes="
+                f"{config.cluster.num_nodes} and env.placement.num_nodes={config.env.placement.num_nodes}, which join "
+                "without slots (docs/cluster.md); look at their logs, or raise deadlines.start_s"
+            )
+        time.sleep(POLL_S)
+
+
 def _keep_others_out(folder: Path) -> None:
     # Ray would otherwise keep one token for all runs in the home folder.
     token_file = folder / "token"
@@ -257,6 +278,9 @@ def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[
         yield placement
 
 
+Place = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+
+
 class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
@@ -294,6 +318,8 @@ class Placement:
                 f"Ray put more slots of engine {engine.engine_index} ({engine.slots}) on one node than on another; "
                 "check that every node offers the same number of slots"
             )
+        self.reward_options = [self._options(where, {}) for where in self._reward_places(config, {*names.values()})]
+        """An actor's options on each node of rewards."""
         self._num_cores: dict[int, int] = {}
         if config.cluster.gpus_per_node:
             task, slots = ray.remote(usable_cores), enumerate(self.first_slots)
@@ -313,6 +339,9 @@ class Placement:
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
         """An actor's options on `slot`. Actors take no Ray resources and see all devices: mrl sets the device index."""
+        return self._options(self._on(slot), environment)
+
+    def _options(self, where: Place, environment: dict[str, str]) -> dict[str, object]:
         given = {
             "OMP_NUM_THREADS": "1",
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -321,10 +350,29 @@ class Placement:
         return {
             "num_cpus": 0,
             "num_gpus": 0,
-            "scheduling_strategy": self._on(slot),
+            "scheduling_strategy": where,
             "max_restarts": 0,
             "runtime_env": {"env_vars": given | environment},
         }
+
+    def _reward_places(self, config: RunConfig, with_slots: set[str]) -> Sequence[Place]:
+        """Places of the reward actors: each node of slots, or nodes that have neither a slot of a run nor a GPU."""
+        num_nodes = config.num_grader_nodes
+        if not num_nodes:
+            return [self._on(slot) for slot in self.first_slots]
+        free = sorted(
+            (str(node["NodeManagerHostname"]), str(node["NodeID"]))
+            for node in ray.nodes()
+            if node["Alive"]
+            and node["NodeID"] not in with_slots
+            and not any(node["Resources"].get(name) for name in ("GPU", SLOT_RESOURCE))
+        )
+        if len(free) < num_nodes:
+            raise RuntimeError(
+                f"env.placement.num_nodes={num_nodes}, and the cluster has {len(free)} nodes without slots and GPUs; "
+                "let more of them join (docs/cluster.md), or lower it: 0 computes rewards on the nodes of the slots"
+            )
+        return [NodeAffinitySchedulingStrategy(node_id, soft=False) for _, node_id in free[:num_nodes]]
 
     def table(self) -> list[str]:
         return slot_table(self._hosts, self.num_policy_ranks, self.engines)

@@ -16,13 +16,13 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 from urllib.parse import quote
 
 import mrl
@@ -50,6 +50,7 @@ JOB = "job"
 OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
 _FORMAT_WARNING = warnings.formatwarning
 _FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
+_BAR = re.compile(r"\r|(?:\n*(?:\x1b\[A)+\Z)?")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -255,11 +256,51 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     return secrets
 
 
+class SafeConsole:
+    """An output stream that controls no terminal, whoever writes to it: argparse, print, loggers, libraries.
+
+    A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text with harmless characters in place of those that control a terminal; returns its length."""
+        kept = _BAR.match(text)[0] if self._stream.isatty() else ""
+        self._stream.write(kept + safe_text(text[len(kept) :], len(text)))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+@contextmanager
+def safe_console() -> Iterator[None]:
+    """Makes both output streams of this process safe inside the `with` block."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, SafeConsole(stream)) for stream in streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
 def run_entry(main: Callable[[], int]) -> int:
     """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1.
 
-    A package that is missing in this Python gives 2, and the command that installs it.
+    A package that is missing in this Python gives 2, and the command that installs it. Whatever is printed meanwhile,
+    no text controls a terminal.
     """
+    with safe_console():
+        return _run(main)
+
+
+def _run(main: Callable[[], int]) -> int:
     try:
         return main()
     except Exception as error:

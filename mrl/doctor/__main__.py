@@ -85,8 +85,9 @@ def diagnose_cluster(folders: dict[str, Path], config: RunConfig | None) -> list
     in_job = env.SLURM_JOB_NUM_NODES.read() or ""
     num_expected = int(in_job) if in_job.isdigit() else None
     if config is not None:
-        num_expected = config.cluster.num_nodes
-    return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=num_expected)
+        num_expected = config.cluster.num_nodes + config.num_grader_nodes
+    num_graders = 0 if config is None else config.num_grader_nodes
+    return merge_nodes(by_node) + judge_cluster(reports, lost=lost, num_expected=num_expected, num_graders=num_graders)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

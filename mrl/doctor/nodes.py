@@ -96,8 +96,13 @@ def _released_canaries(folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
                 path.rmdir()
 
 
-def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_expected: int | None) -> list[Finding]:
-    """Findings about all nodes. `lost` left the cluster; `num_expected` is None if neither config nor Slurm says it."""
+def judge_cluster(
+    reports: Sequence[NodeReport], *, lost: Sequence[str], num_expected: int | None, num_graders: int = 0
+) -> list[Finding]:
+    """Findings about all nodes. `lost` left the cluster; `num_expected` is None if neither config nor Slurm says it.
+
+    `num_graders` nodes compute rewards alone, without GPUs.
+    """
     names, gone = listed([report.name for report in reports]), f"; lost: {listed(lost)}" if lost else ""
     findings = [Finding("nodes", "ok", f"{len(reports)}: {names}")]
     if num_expected is not None and len(reports) < num_expected:
@@ -130,7 +135,9 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         findings.append(
             _alike("packages on the nodes", not differing, f"the same {len(packages)}", listed(differing), remedy)
         )
-        gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
+        on_gpus = {name: of for name, of in facts.items() if of.gpus is not None}
+        compared = on_gpus if 0 < len(facts) - len(on_gpus) <= num_graders else facts
+        gpus, remedy = _groups(compared, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
         findings.append(
             _alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy)
         )

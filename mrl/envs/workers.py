@@ -48,7 +48,7 @@ def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
     if num_cores is None:
         asked_for = [f"{name} {_asked(name, config) or 'its share of the cores'}" for name in environments_of(config)]
         return (
-            "one actor; workers on each node, whose cores are not known here: "
+            f"one actor; workers on each {_kind(config)}, whose cores are not known here: "
             f"{', '.join(asked_for) or 'none, agents give all rewards'}"
         )
     workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
@@ -65,6 +65,11 @@ def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
     return text
 
 
+def _kind(config: RunConfig) -> str:
+    num_nodes = config.num_grader_nodes
+    return f"of {num_nodes} further node{'s' * (num_nodes > 1)} without slots" if num_nodes else "node"
+
+
 def longest_verdict_s(config: RunConfig) -> float:
     """Seconds that the slowest environment may take for one rollout."""
     return GRACE_S + max(_section(name, config.env).timeout_s for name in (*BUILT_IN, "own"))
@@ -76,4 +81,4 @@ def _section(name: str, config: EnvConfig) -> WorkersConfig:
 
 def _asked(name: str, config: RunConfig) -> int | None:
     num_asked = _section(name, config.env).num_workers
-    return None if num_asked is None else -(-num_asked // config.cluster.num_nodes)
+    return None if num_asked is None else -(-num_asked // (config.num_grader_nodes or config.cluster.num_nodes))

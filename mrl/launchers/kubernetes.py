@@ -5,16 +5,20 @@ service.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
 from dataclasses import asdict, dataclass
 from string import Template
+from typing import Any
 
 import yaml
 
 NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[kMGTP])?")
+GRADERS = "-graders"
+"""End of the name of the job that computes rewards alone."""
 EFA_NETWORK = {
     "NCCL_NET_PLUGIN": "ofi",
     "FI_PROVIDER": "efa",
@@ -24,8 +28,8 @@ EFA_NETWORK = {
 }
 
 # Nodes look for the head before it is ready. Workers of large images take minutes to import their libraries. Memory of
-# the network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who
-# can read neither the mounted token nor most claims.
+# the network card is pinned; nothing else of the host is needed, but its network where cards do RDMA. Capabilities do
+# not reach the image's own user, who can read neither the mounted token nor most claims: DAC_OVERRIDE writes to these.
 MANIFEST = """
 apiVersion: v1
 kind: Service
@@ -49,8 +53,8 @@ spec:
     spec:
       restartPolicy: Never
       subdomain: $name
-      hostNetwork: true
-      dnsPolicy: ClusterFirstWithHostNet
+      hostNetwork: $host_network
+      dnsPolicy: $dns_policy
       terminationGracePeriodSeconds: 600
       nodeSelector: $node_selector
       tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
@@ -62,7 +66,10 @@ spec:
       containers:
       - name: trainer
         image: $image
-        securityContext: {runAsUser: 0, capabilities: {add: [IPC_LOCK, SYS_RESOURCE]}}
+        securityContext:
+          runAsUser: 0
+          allowPrivilegeEscalation: false
+          capabilities: {drop: [ALL], add: [DAC_OVERRIDE, IPC_LOCK, SYS_RESOURCE]}
         command: [/bin/bash, /opt/mrl/scripts/ray_node.sh]
         env:
         - {name: COMMAND, value: $command}
@@ -112,17 +119,61 @@ class KubernetesJob:
     cpus: int
     memory: str
     shared_memory: str
+    on_host_network: bool = False
+    """Use the nodes' network: EFA does, and other cards with RDMA."""
+    num_graders: int = 0
+    """Pods without GPUs that compute rewards; see `env.placement`."""
+    grader_cpus: int = 1
+    grader_memory: str = "1Gi"
 
     def __post_init__(self) -> None:
         last_pod = f"{self.name}-{self.num_nodes - 1}"
+        if self.num_graders:
+            last_pod = max(last_pod, f"{self.name}{GRADERS}-{self.num_graders - 1}", key=len)
         if not NAME.fullmatch(self.name) or len(last_pod) > MAX_NAME:
             raise ValueError(
                 f"--name {self.name}: pods are called {last_pod}; that takes small letters, digits and -, a letter "
                 f"first, and at most {MAX_NAME} in all"
             )
-        for option, size in (("--memory", self.memory), ("--shm", self.shared_memory)):
+        sizes = {"--memory": self.memory, "--shm": self.shared_memory, "--grader-memory": self.grader_memory}
+        for option, size in sizes.items():
             if not SIZE.fullmatch(size):
                 raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
+
+
+def graders(job: KubernetesJob, trainer: dict[str, Any]) -> dict[str, Any]:
+    """The job of the pods that compute rewards, made of the trainer's: no GPUs, host network or capabilities.
+
+    They join the head with the ranks behind those of the trainer, on nodes of their own, and end with it.
+    """
+    made = copy.deepcopy(trainer)
+    name = f"{job.name}{GRADERS}"
+    made["metadata"] |= {"name": name, "labels": {"app": name}}
+    made["spec"] |= {"completions": job.num_graders, "parallelism": job.num_graders}
+    made["spec"]["template"]["metadata"]["labels"] = {"app": name}
+    pod = made["spec"]["template"]["spec"]
+    for key in ("subdomain", "nodeSelector", "tolerations"):
+        del pod[key]
+    pod |= {"hostNetwork": False, "dnsPolicy": "ClusterFirst"}
+    (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    rule["labelSelector"] = {"matchExpressions": [{"key": "app", "operator": "In", "values": [job.name, name]}]}
+    (container,) = pod["containers"]
+    container["name"] = "grader"
+    # The same user as the trainer's, whose run folder it writes its logs to.
+    container["securityContext"]["capabilities"] = {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]}
+    rank = f"NODE_RANK=$(({job.num_nodes} + JOB_COMPLETION_INDEX))"
+    container["command"] = ["/bin/bash", "-c", f"export {rank}; exec bash /opt/mrl/scripts/ray_node.sh"]
+    own = {"NUM_NODES": str(job.num_nodes + job.num_graders), "GPUS_PER_NODE": "0", "UNITS_PER_NODE": "0"}
+    container["env"] = [
+        variable | ({"value": own[variable["name"]]} if variable["name"] in own else {})
+        for variable in container["env"]
+        if variable["name"] not in EFA_NETWORK
+    ]
+    container["resources"] = {
+        "limits": {"memory": job.grader_memory},
+        "requests": {"memory": job.grader_memory, "cpu": str(job.grader_cpus)},
+    }
+    return made
 
 
 def in_bytes(size: str) -> float:
@@ -144,13 +195,19 @@ def render(job: KubernetesJob) -> str:
         name: json.dumps(value)
         for name, value in (asdict(job) | places | names | {"node_selector": node_selector}).items()
     }
+    values |= {
+        "host_network": json.dumps(job.on_host_network),
+        "dns_policy": "ClusterFirstWithHostNet" if job.on_host_network else "ClusterFirst",
+    }
     values |= {"command": json.dumps(shlex.join(job.command)), "efa_variables": "", "efa_devices": ""}
     if job.num_efa:
         values["efa_devices"] = f'vpc.amazonaws.com/efa: "{job.num_efa}",'
         values["efa_variables"] = "\n        ".join(
             f'- {{name: {name}, value: "{value}"}}' for name, value in EFA_NETWORK.items()
         )
-    manifests = yaml.safe_load_all(Template(MANIFEST).substitute(values))
+    manifests = list(yaml.safe_load_all(Template(MANIFEST).substitute(values)))
+    if job.num_graders:
+        manifests.append(graders(job, manifests[-1]))
     create = f"kubectl -n {job.namespace} create secret generic"
     head = (
         f"# Before: {create} {job.name}-ray --from-literal=token=$(openssl rand -hex 32)\n"

@@ -57,20 +57,27 @@ print("interfaces", os.environ.get("NCCL_SOCKET_IFNAME"))
 """
 
 
-def kubernetes_variables(folder: Path, command: list[str], *, num_nodes: int) -> Callable[[int], dict[str, str]]:
-    """Variables of each rank's pod, as the manifest gives them."""
+def kubernetes_variables(
+    folder: Path, command: list[str], *, num_nodes: int, num_graders: int = 0
+) -> Callable[[int], dict[str, str]]:
+    """Variables of each rank's pod, as the manifest gives them; the last ranks are those of pods that only grade."""
     job = KubernetesJob(
         command, num_nodes=num_nodes, gpus_per_node=0, slots_per_node=2, name="run", namespace="default", image="mrl",
         claim="fsx",
         mount_path="/shared", instance_type=None, num_efa=0, cpus=1, memory="1Gi", shared_memory="1Gi",
+        num_graders=num_graders,
     )  # fmt: skip
-    _, manifest = yaml.safe_load_all(render(job))
-    environment = manifest["spec"]["template"]["spec"]["containers"][0]["env"]
-    token = folder / "token"
-    token.write_text(os.urandom(32).hex())
-    given = {item["name"]: item["value"] for item in environment if "value" in item}
-    given |= {"RAY_TOKEN_FILE": str(token), "HF_HOME": str(folder), "JOIN_TIMEOUT_S": "600"}
-    return lambda rank: given | {"JOB_COMPLETION_INDEX": str(rank)}
+    (token := folder / "token").write_text(os.urandom(32).hex())
+
+    def variables(rank: int) -> dict[str, str]:
+        is_grader = rank >= num_nodes
+        manifest = list(yaml.safe_load_all(render(job)))[1 + is_grader]
+        environment = manifest["spec"]["template"]["spec"]["containers"][0]["env"]
+        given = {item["name"]: item["value"] for item in environment if "value" in item}
+        given |= {"RAY_TOKEN_FILE": str(token), "HF_HOME": str(folder), "JOIN_TIMEOUT_S": "600"}
+        return given | {"NODE_RANK" if is_grader else "JOB_COMPLETION_INDEX": str(rank)}
+
+    return variables
 
 
 def python(source: str) -> list[str]:
@@ -91,6 +98,19 @@ def test_a_kubernetes_job_counts_its_nodes_and_ends_with_the_commands_code(tmp_p
     assert head.splitlines()[-1] == "Training exit code: 7"
     assert "Node 1 of 2: run-1 on pod-1, 10.79.0.2, 0 GPUs; head: run-0.run:6379" in worker
     assert "may run code here" not in head
+
+
+def test_a_pod_that_only_grades_joins_without_slots_and_ends_with_the_head(tmp_path: Path):
+    wait = COUNT.replace("resources =", "import time\nwhile len(ray.nodes()) < 2: time.sleep(0.5)\nresources =")
+    variables = kubernetes_variables(tmp_path, python(wait), num_nodes=1, num_graders=1)
+    with nodes_of(tmp_path, "run", "run", num_nodes=2) as nodes:
+        for rank in range(2):
+            nodes.start(rank, variables(rank))
+        assert nodes.end(0) == 0, nodes.explain()
+        assert nodes.end(1) == 0, nodes.explain()
+        head, worker = nodes.log(0), nodes.log(1)
+    assert "Number of actors online: 2/2" in head and "counted 2 2.0 2.0" in head
+    assert "Node 1 of 2: run-1 on pod-1, 10.79.0.2, 0 GPUs; head: run-0.run:6379" in worker
 
 
 def test_a_node_that_does_not_join_is_named_and_a_stranger_is_kept_out(tmp_path: Path):

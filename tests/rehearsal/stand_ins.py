@@ -268,6 +268,7 @@ class Slots:
         self.engines = engine_slots(config)
         self.node_of = {slot: slot // config.cluster.slots_per_node for slot in range(self.num_slots)}
         self.first_slots = list(range(0, self.num_slots, config.cluster.slots_per_node))
+        self.reward_options = [dict[str, object]() for _ in self.first_slots]
         self.num_dedicated_slots = self.num_slots - self.num_policy_ranks
         self.folder = Path("/")
 

@@ -3,6 +3,10 @@
 
 import ast
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +41,59 @@ def test_names_in_files_cannot_control_a_terminal(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr()
     assert "model_type" in printed.out and "is no run folder" in printed.out
     assert not {"\x1b", "\x07", "\u202e"} & set(printed.out + printed.err)
+
+
+# Each command with each kind of argument, in one process, as the libraries take seconds to import.
+EVERY = """
+import json, os, runpy, sys
+
+for words in json.loads(sys.argv[1]):
+    os.write(1, f"=== {words[0]}\\n".encode())
+    module, sys.argv = f"mrl.{words[0]}", words
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as ended:
+        sys.stderr.flush()
+        os.write(1, f"=== code {ended.code}\\n".encode())
+"""
+
+
+def said_by(lines: list[list[str]], folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", EVERY, json.dumps(lines)], cwd=folder, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)  # fmt: skip
+    return done.stdout.decode()
+
+
+def test_no_argument_of_any_command_controls_a_terminal(tmp_path: Path):
+    further = {"replay": ["--step", "1"], "convert": ["hf-to-mcore", "--out", "there", "--hf"]}
+    options = [[command, f"--{EVIL}=1"] for command in COMMANDS]
+    words = [[command, *further.get(command, []), EVIL] for command in COMMANDS]
+    said = said_by([*options, *words], tmp_path)
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+    answers = said.split("=== code ")[1:]
+    # None of them takes what none of them has, and each says what it is about.
+    assert [answer[0] for answer in answers] == ["2"] * len(answers) and len(answers) == 2 * len(COMMANDS), said
+    assert said.count("pwned") >= len(COMMANDS), said
+
+
+def test_a_terminal_gets_the_moves_of_bars_alone():
+    source = f"""
+import sys
+from mrl.config.secrets import run_entry
+
+def main():
+    sys.stderr.write("\\r 50%|#    |")
+    sys.stderr.write("\\n\\x1b[A")
+    print({EVIL!r}, "{{}}\\x1b[A", "a\\rb", flush=True)
+    raise ValueError({EVIL!r})
+
+sys.exit(run_entry(main))
+"""
+    reader, terminal = pty.openpty()
+    done = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=terminal, stderr=terminal)
+    assert done.wait() == 1
+    os.close(terminal)
+    said = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert said.startswith("\r 50%|#    |\r\n\x1b[A") and said.count("\x1b") == 1
+    assert "]0;pwned" in said and not {"\x07", "\u202e"} & set(said) and "a\r\nb" in said

@@ -190,6 +190,7 @@ RULES: dict[str, Check] = {
 }
 ROLLOUT_RULES: dict[str, Check] = {
     "environments": data.check_environments,
+    "nodes of rewards": layout.check_graders,
     "parsers": data.check_parsers,
     "batches": algorithms.check_batch,
     "lengths": layout.check_lengths,

@@ -357,6 +357,14 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
             problems.extend([told(f"{_MEGATRON}.{error}", "layout-of-the-model/pipeline")])
 
 
+def check_graders(config: RunConfig, problems: Problems) -> None:
+    """Checks that nodes of rewards alone can exist: they join the Ray cluster that a launcher starts for several."""
+    if config.env.placement.num_nodes and config.cluster.num_nodes == 1:
+        rule = "a run on one node has a Ray of its own, which no other node can join"
+        way_out = "set it to 0, or raise cluster.num_nodes"
+        problems.add("env.placement.num_nodes", rule, way_out, others=["cluster.num_nodes"])
+
+
 def check_ports(config: RunConfig, problems: Problems) -> None:
     """Checks that the range of ports of the policy ranks has both ends, in their order."""
     low, high = config.cluster.master_port_range_low, config.cluster.master_port_range_high

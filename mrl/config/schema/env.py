@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mrl.config.fields import AboveZero, Finite, Port, Positive, Workers
+from mrl.config.fields import AboveZero, Count, Finite, Port, Positive, Workers
 
 
 @dataclass
@@ -180,7 +180,16 @@ class NemoGymConfig:
 
 
 @dataclass
+class PlacementConfig:
+    num_nodes: Count = 0
+    """Nodes on which rewards are computed, besides `cluster.num_nodes`: nodes without GPUs and slots that have joined
+    the run's Ray cluster (docs/cluster.md). 0 = on each node of slots.
+    """
+
+
+@dataclass
 class EnvConfig:
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     math: MathEnvConfig = field(default_factory=MathEnvConfig)
     mcqa: McqaEnvConfig = field(default_factory=McqaEnvConfig)
     code: CodeEnvConfig = field(default_factory=CodeEnvConfig)

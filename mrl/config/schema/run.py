@@ -433,6 +433,11 @@ class RunConfig:
         return EngineLimits(num_seqs, num_tokens)
 
     @property
+    def num_grader_nodes(self) -> int:
+        """Nodes without slots that compute rewards; 0 where nodes of slots do, or there are no rewards."""
+        return self.env.placement.num_nodes if self.has_engines else 0
+
+    @property
     def nodes_of_engine(self) -> int:
         """Nodes over which the workers of an engine are spread."""
         return min(self.cluster.num_nodes, -(-self.policy.generation.num_workers // self.cluster.slots_per_node))

@@ -17,16 +17,19 @@ from tests.sources import ROOT
 
 
 @contextmanager
-def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int) -> Iterator[None]:
-    """Nodes of so many processors, inside the `with` block, whose processes find modules in the test's folder."""
+def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int, last_gpus: int = 0) -> Iterator[None]:
+    """Nodes of so many processors, inside the `with` block, whose processes find modules in the test's folder.
+
+    The last one says that it has `last_gpus`.
+    """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     # An earlier test of this process may have had a cluster, whose token is gone.
     (token := tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     AuthenticationTokenLoader.instance().reset_cache()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors[0], "include_dashboard": False})
-    for number in processors[1:]:
-        cluster.add_node(num_cpus=number)
+    for place, number in enumerate(processors[1:], 2):
+        cluster.add_node(num_cpus=number, num_gpus=last_gpus if place == len(processors) else 0)
     monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
     yield
     cluster.shutdown()

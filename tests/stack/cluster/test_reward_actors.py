@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward actors on two real Ray nodes: they share a batch; a dead one is asked again, a stopped one is named."""
+"""Reward actors on real Ray nodes: they share a batch, also on nodes without slots; a dead one is asked again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import ray
 from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import PayloadRef, pack
 from mrl.cluster.rewards import VERDICTS, Rewards
-from mrl.cluster.runtime import placed_slots
+from mrl.cluster.runtime import placed_slots, wait_for_graders
 from mrl.config.load import load_config
 from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
 from tests.rollouts import request
+from tests.stack.cluster.conftest import ray_nodes
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 
@@ -130,3 +131,35 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         "=== reward actor 0" in (folder / "stacks-1.txt").read_text()
         and "The run hangs" in (folder / "watchdog.log").read_text()
     )
+
+
+def test_rewards_stay_on_the_node_without_slots_and_gpus_though_their_actor_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "slow_rewards.py").write_text(SLOW.replace("time.sleep(0.3)", "pass"))
+    words = [*write_inputs(tmp_path, num_rows=8), *OVERRIDES, "env.placement.num_nodes=1"]
+    config = load_config("grpo_tiny.yaml", words)
+    # No slot fits on the last two, which have no processors for one.
+    with ray_nodes(tmp_path, monkeypatch, 1, 1, 0, 0, last_gpus=1):
+        with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
+            (grader,) = (node["NodeID"] for node in ray.nodes() if not {"CPU", "GPU"} & node["Resources"].keys())
+            rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
+            rewards.wait_until_built()
+            assert "Rewards, on each of their nodes (1): one actor" in caplog.text
+            pids = list[int]()
+            for first in (10, 50, 90):
+                infos, prompts, expected = batch(first)
+                verdicts = judge(rewards, infos, prompts)
+                rewards.wait_for(lambda verdicts=verdicts: len(verdicts) == NUM_ROLLOUTS)
+                assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
+                ((node, pid),) = rewards.apply(node_and_pid, deadline_s=HANG_S)
+                assert node == grader and pid not in pids
+                pids.append(pid)
+                os.kill(pid, signal.SIGKILL)
+
+            more = load_config("grpo_tiny.yaml", [*words, "env.placement.num_nodes=3", "deadlines.start_s=0.001"])
+            with pytest.raises(RuntimeError, match=r"4 of 5 nodes .* env.placement.num_nodes=3, which join without"):
+                wait_for_graders(more)
+            # Another node is there, and has a GPU.
+            with pytest.raises(RuntimeError, match="the cluster has 1 nodes without slots and GPUs; let more"):
+                placement._reward_places(more, {node["NodeID"] for node in ray.nodes() if "CPU" in node["Resources"]})

@@ -40,6 +40,17 @@ def test_missing_lost_and_silent_nodes(gpu_host: HostFacts):
     )
 
 
+def test_nodes_for_rewards_need_no_gpus(gpu_host: HostFacts):
+    three = [report("n0", gpu_host), report("n1", gpu_host), report("n2", replace(gpu_host, gpus=None))]
+    for num_graders, expected in ((1, []), (0, ["GPUs on the nodes"])):
+        findings = judge_cluster(three, lost=[], num_expected=3, num_graders=num_graders)
+        assert [finding.check for finding in findings if finding.status == "problem"] == expected
+    # One of two that have lost theirs is none of the nodes for rewards.
+    two = [*three, report("n3", replace(gpu_host, gpus=None))]
+    findings = judge_cluster(two, lost=[], num_expected=4, num_graders=1)
+    assert [finding.check for finding in findings if finding.status == "problem"] == ["GPUs on the nodes"]
+
+
 def test_what_differs_between_nodes_is_named(gpu_host: HostFacts):
     other = replace(gpu_host, packages={**gpu_host.packages, "ray": "2.59.0"}, source_digest="ffff", commit="")
     assert problems([report("n0", gpu_host), report("n1", other), report("n2", gpu_host)]) == [

@@ -33,6 +33,15 @@ def test_a_number_is_of_all_nodes_together_and_bounded_by_cores_where_children_c
     assert num_workers("mine", read(), num_cores=64) == 1
 
 
+def test_nodes_without_slots_share_the_children_and_are_named():
+    config = read("env.math.num_workers=40", "cluster.num_nodes=4", "env.placement.num_nodes=2")
+    assert num_workers("math", config, num_cores=64) == 20
+    text = describe_workers(config, num_cores=None)
+    assert text.startswith(
+        "one actor; workers on each of 2 further nodes without slots, whose cores are not known here"
+    )
+
+
 def test_nemo_gyms_environments_are_those_of_its_servers():
     config = read(name="grpo_nanov3.yaml")
     assert len(environments_of(config)) > 1 and "code" in environments_of(config)

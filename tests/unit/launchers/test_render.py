@@ -153,6 +153,61 @@ def test_every_node_of_a_kubernetes_job_has_a_pod_and_none_is_privileged(capsys:
     assert "FI_PROVIDER" not in without and "vpc.amazonaws.com" not in without
 
 
+def capabilities(pod: dict) -> list[str]:
+    (container,) = pod["containers"]
+    security = container["securityContext"]
+    assert security["capabilities"]["drop"] == ["ALL"] and not security["allowPrivilegeEscalation"]
+    return security["capabilities"]["add"]
+
+
+def test_pods_have_the_network_and_the_rights_that_they_need(capsys: pytest.CaptureFixture[str]):
+    def pods(*words: str) -> list[dict]:
+        _, *jobs = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *words))
+        return [job["spec"]["template"]["spec"] for job in jobs]
+
+    plain = ["--image", "registry/mrl:1", "--claim", "fsx"]
+    assert [pod["hostNetwork"] for pod in pods(*plain) + pods(*EKS) + pods(*plain, "--host-network")] == [0, 1, 1]
+    assert capabilities(pods(*plain)[0]) == ["DAC_OVERRIDE", "IPC_LOCK", "SYS_RESOURCE"]
+
+    sizes = ["env.placement.num_nodes=3", "--grader-cpus=8", "--grader-memory=32Gi"]
+    service, trainer, graders = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *EKS, *sizes))
+    assert [schema_errors(manifest) for manifest in (service, trainer, graders)] == [[], [], []]
+    pod, labels = graders["spec"]["template"]["spec"], graders["spec"]["template"]["metadata"]["labels"]
+    (container,) = pod["containers"]
+    assert (graders["spec"]["completions"], pod["hostNetwork"], capabilities(pod)) == (3, False, ["DAC_OVERRIDE"])
+    assert container["resources"]["requests"] == {"memory": "32Gi", "cpu": "8"}
+    assert container["resources"]["limits"] == {"memory": "32Gi"}
+    assert not {"nodeSelector", "tolerations", "subdomain"} & pod.keys()
+    # Neither the head's address nor the commands that show its log mean them.
+    assert labels != service["spec"]["selector"] == trainer["spec"]["template"]["metadata"]["labels"]
+    (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert set(rule["labelSelector"]["matchExpressions"][0]["values"]) == {
+        labels["app"],
+        service["spec"]["selector"]["app"],
+    }
+    variables = {item["name"]: item.get("value") for item in container["env"]}
+    assert (variables["NUM_NODES"], variables["GPUS_PER_NODE"], variables["UNITS_PER_NODE"]) == ("5", "0", "0")
+    assert not {"FI_PROVIDER", "NCCL_NET_PLUGIN"} & variables.keys()
+    assert variables["HEAD_HOST"] == f"{trainer['metadata']['name']}-0.{service['metadata']['name']}"
+    # Their ranks follow those of the two nodes of the trainer.
+    shell, option, script = container["command"]
+    said = subprocess.run(
+        [shell, option, script.replace("exec bash /opt/mrl/scripts/ray_node.sh", "env")],
+        env={"JOB_COMPLETION_INDEX": "2", "PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "NODE_RANK=4" in said.stdout.splitlines()
+
+
+@pytest.mark.parametrize("words", [["slurm"], ["lepton", "--image=mrl", "--mount=/shared"]])
+def test_launchers_name_the_nodes_that_they_do_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+):
+    logs = ["--log-dir", str(tmp_path)] if words == ["slurm"] else []
+    line = "# Not in this job: the nodes of env.placement.num_nodes=3; they join the head as docs/cluster.md says"
+    assert line in printed(capsys, *words, *TINY, *logs, "env.placement.num_nodes=3")
+    assert "Not in this job" not in printed(capsys, *words, *TINY, *logs)
+
+
 def test_the_network_is_the_eks_tutorials(capsys: pytest.CaptureFixture[str]):
     _, job = yaml.safe_load_all(printed(capsys, "k8s", *TINY, *EKS))
     ours = {item["name"]: item.get("value") for item in job["spec"]["template"]["spec"]["containers"][0]["env"]}

@@ -77,6 +77,7 @@ profiler.steps=[3] & profiler.tool=nsys -> set it to torch
 cluster.master_port_range_low=1400 -> set both
 cluster.master_port_range_high=1400 & cluster.master_port_range_low=1400 -> set both
 cluster.master_port_range_high=90 & cluster.master_port_range_low=80 -> at least 1024 -> ...
+env.placement.num_nodes=1 -> set it to 0, or raise cluster.num_nodes
 ENGINE.kv_cache_dtype=bfloat16 -> set it to auto
 ENGINE.logprobs_mode=raw_logprobs -> processed_logprobs
 checkpointing.ft_save_period=5 -> set it
