@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl import __version__
-from mrl.config.secrets import safe_console
 
 COMMANDS = (
     "train",
@@ -51,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do, see below")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    with safe_console():
-        options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # as Python writes them: an argument may control a terminal
+        parser.error(f"unrecognized arguments: {' '.join(map(repr, unknown))}")
     if sys.platform != "linux":
         parser.error(f"mrl runs on Linux, and not on {sys.platform}; use a Linux host, on Windows WSL 2")
     os.execv(sys.executable, [sys.executable, "-m", f"mrl.{options.command}", *options.words])

@@ -96,7 +96,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
         with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
             if config.cluster.num_nodes > 1:
                 join_cluster()
-                living = wait_for_graders(config)
+                living = wait_for_graders(config, limit_s=start_deadline(config).seconds)
                 members[:] = [
                     Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"])
                     for node in living
@@ -211,13 +211,12 @@ def join_cluster() -> None:
         ) from error
 
 
-def wait_for_graders(config: RunConfig) -> list[dict]:
+def wait_for_graders(config: RunConfig, *, limit_s: float) -> list[dict]:
     """Ray's nodes that are online, once there is one for each of the run, those of `env.placement` included.
 
     Those of the slots are there already: the launcher has waited for them. RuntimeError: one does not join in time.
     """
-    wanted, limit_s = config.cluster.num_nodes + config.num_grader_nodes, start_deadline(config).seconds
-    end = time.monotonic() + limit_s
+    wanted, end = config.cluster.num_nodes + config.num_grader_nodes, time.monotonic() + limit_s
     while True:
         living = [node for node in ray.nodes() if node["Alive"]]
         if not config.num_grader_nodes or len(living) >= wanted:
