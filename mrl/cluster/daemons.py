@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -138,6 +139,9 @@ def find_obstacles(
             "limit of processes"
         )
         found.append(Obstacle(f"limit of processes (ulimit -u, pids.max) leaves {free:,} threads", reason, way_out))
+    if shutil.which("bash") is None:
+        reason = "Ray starts each process of a run by bash, which is in none of these folders"
+        found.append(Obstacle(f"PATH={os.environ.get('PATH', '')}", reason, "add that of bash, mostly /usr/bin:/bin"))
     if error := _loopback_error():
         way_out = "as root: ip link set lo up; else start the container or namespace with a loopback interface"
         found.append(

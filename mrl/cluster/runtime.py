@@ -277,9 +277,6 @@ def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[
         yield placement
 
 
-Place = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
-
-
 class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
@@ -340,7 +337,7 @@ class Placement:
         """An actor's options on `slot`. Actors take no Ray resources and see all devices: mrl sets the device index."""
         return self._options(self._on(slot), environment)
 
-    def _options(self, where: Place, environment: dict[str, str]) -> dict[str, object]:
+    def _options(self, where: object, environment: dict[str, str]) -> dict[str, object]:
         given = {
             "OMP_NUM_THREADS": "1",
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -354,7 +351,7 @@ class Placement:
             "runtime_env": {"env_vars": given | environment},
         }
 
-    def _reward_places(self, config: RunConfig, with_slots: set[str]) -> Sequence[Place]:
+    def _reward_places(self, config: RunConfig, with_slots: set[str]) -> Sequence[object]:
         """Places of the reward actors: each node of slots, or nodes that have neither a slot of a run nor a GPU."""
         num_nodes = config.num_grader_nodes
         if not num_nodes:

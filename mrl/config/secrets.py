@@ -50,7 +50,7 @@ JOB = "job"
 OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
 _FORMAT_WARNING = warnings.formatwarning
 _FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
-_BAR = re.compile(r"\r|(?:\n*(?:\x1b\[A)+\Z)?")
+_BAR = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -270,7 +270,8 @@ class SafeConsole:
 
     def write(self, text: str) -> int:
         """Writes a text with harmless characters in place of those that control a terminal; returns its length."""
-        kept = _BAR.match(text)[0] if self._stream.isatty() else ""
+        match = _BAR.match(text) if self._stream.isatty() else None
+        kept = match[0] if match else ""
         self._stream.write(kept + safe_text(text[len(kept) :], len(text)))
         return len(text)
 

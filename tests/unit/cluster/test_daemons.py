@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,13 @@ def test_a_variable_that_ends_every_child_is_named(setting: str):
     name, _, value = setting.partition("=")
     (line,) = found({name: value})
     assert line.startswith(f"{setting}: ") and "unset it" in line
+
+
+def test_a_path_without_the_shell_that_ray_starts_processes_by_is_named(tmp_path: Path):
+    (line,) = found({"PATH": str(tmp_path)})
+    assert line.startswith(f"PATH={tmp_path}: Ray starts each process of a run by bash") and "/usr/bin:/bin" in line
+    (tmp_path / "bash").symlink_to(Path(shutil.which("bash") or "").resolve())
+    assert found({"PATH": str(tmp_path)}) == [""]
 
 
 def test_gpus_need_all_addresses():
