@@ -318,6 +318,10 @@ class Verdict:
     """Further numbers, by name, which are no part of the reward."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Further texts of its line in the table of samples, by name."""
+    conversations: tuple[tuple[Mapping[str, str], ...], ...] = ()
+    """Messages (`role`, `content`) of a rollout of several turns or of an agent, for readers, long ones cut; an agent
+    may have several conversations.
+    """
 
     @property
     def has_reward(self) -> bool:

@@ -33,6 +33,7 @@ from mrl.cluster.payload import Packed, PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import in_seconds
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_faults, rules_of
@@ -124,10 +125,13 @@ class Judge:
         count = num_workers(name, self.config, num_cores=usable_cores())
         return await start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
 
+    async def _in_texts(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
+
     async def _begin(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> None:
         for first in range(0, len(unjudged), NUM_TOGETHER):
             together = unjudged[first : first + NUM_TOGETHER]
-            tasks = await asyncio.get_running_loop().run_in_executor(self._texts, self._make_tasks, together)
+            tasks = await self._in_texts(self._make_tasks, together)
             for (info, prompt), (task, rollout, remarks) in sorted(
                 zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])
             ):
@@ -150,7 +154,7 @@ class Judge:
         return tasks
 
     async def _amend(self, info: RolloutInfo, verdict: Verdict) -> None:
-        remarks = await asyncio.get_running_loop().run_in_executor(self._texts, self._inspect, info)
+        remarks = await self._in_texts(self._inspect, info)
         self.work.answer(info.request_id, (amend(verdict, remarks), "over"))
 
     def _inspect(self, info: RolloutInfo) -> Remarks:
@@ -166,13 +170,15 @@ class Judge:
             limits = partial(self.format.next_turn, max_turns=self.max_turns, max_model_len=self.max_model_len)
             next_turn = partial(limits, rollout, verdict, template_kwargs=prompt.template_kwargs)
             try:
-                following = await asyncio.get_running_loop().run_in_executor(self._texts, next_turn)
+                following = await self._in_texts(next_turn)
             except ValueError as error:  # the observation is the environment's
                 logger.warning("Rollout %s is not scored: %s", request_id, error)
                 verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
         if isinstance(following, Transcript):
             self.work.answer(request_id, following)
         else:
+            if rollout is not None and len(rollout.turns) > 1:
+                verdict = replace(verdict, conversations=await self._in_texts(self.format.conversations, rollout))
             self.work.answer(request_id, (amend(verdict, remarks) if remarks is not None else verdict, following))
 
 
@@ -280,7 +286,7 @@ class Rewards(Actors[RewardActor]):
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
                 f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within "
-                f"{self.silence_s:g} s (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
+                f"{in_seconds(self.silence_s)} (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
             ) from None
 
     def take_seconds(self) -> float:

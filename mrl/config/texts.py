@@ -24,6 +24,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def in_seconds(value: float) -> str:
+    """A time for people, of three digits: `8 s` for 7.99999, `0.25 s`, `86400 s`."""
+    return f"{value:.0f} s" if abs(value) >= 100 else f"{value:.3g} s"
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, with its columns below each other."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

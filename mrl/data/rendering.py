@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from mrl.config.conversations import THOUGHTS
 from mrl.data.fields import EndlessRow, Fields, Message, RowError
 from mrl.data.trial import row_limit
 
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 OLDER_ROLES = {"developer": "system", "function": "tool", "environment": "user"}
 """The role that stands for another in templates that do not know that one."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which messages of the assistant hold what it thinks."""
 # Templates lay texts out anew, and those of Nemotron and SmolLM take these switches for commands.
 _LAYOUT = re.compile(r"\s+|/no_think|/think")
 _MARK = "the-tool-stands-here"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from mrl.config.conversations import Heard, Said
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.fields import RowError
 from mrl.data.rendering import OLDER_ROLES, Conversation, lost_part, renamed, write
@@ -55,6 +56,22 @@ class TurnFormat:
         kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
         texts = self.tokenizer.batch_decode(kept, skip_special_tokens=False)
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
+
+    def conversations(self, rollout: Rollout) -> tuple[tuple[Said, ...], ...]:
+        """The one conversation of a rollout, for readers: prompt and environment with the chat template's tokens.
+
+        The model's turns are as in `texts`.
+        """
+        messages, stop = [{"role": "prompt", "content": self.tokenizer.decode(list(rollout.request.token_ids))}], 0
+        for turn, text in zip(rollout.turns, self.texts(rollout), strict=True):
+            if turn.start > stop:
+                observed = self.tokenizer.decode(rollout.token_ids[stop : turn.start].tolist())
+                messages.append({"role": "environment", "content": observed.strip("\n")})
+            messages.append({"role": "assistant", "content": text})
+            stop = turn.stop
+        heard = Heard()
+        heard.note(messages)
+        return heard.shown()
 
     def next_turn(
         self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int, template_kwargs: str = ""

@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 
+from mrl.config.conversations import Heard
 from mrl.rollout.http_gate import NEUTRAL
 from mrl.rollout.sessions import Message, said, without_ids
 from mrl.rollout.turn_tree import NO_ROUTES, SampledAnswer, TreeNode, TurnTree
@@ -77,6 +78,8 @@ class AgentSession:
     """Number of requests, by parameter, that asked for another value than the run's."""
     num_asked: int = 0
     texts: list[str] = field(default_factory=list)
+    heard: Heard = field(default_factory=Heard)
+    """Conversations, for readers."""
     _spoken: dict[bytes, TreeNode] = field(default_factory=dict)
     """The turn with which each conversation ends, by the digest of its messages."""
 
@@ -119,11 +122,14 @@ class AgentSession:
             message = choice.get("message")
             text = choice.get("text") if message is None else cast(Message, message).get("content")
             self.note_text(text, message)
+            messages = request.get("messages")
+            asked = messages if isinstance(messages, list) else [request.get("prompt")]
+            self.heard.note([*asked, message or {"role": "assistant", "content": text}])
             if not isinstance(record, Mapping):
                 continue
             node = self._add(record, index)
             nodes.append(node)
-            if isinstance(message, Mapping) and isinstance(messages := request.get("messages"), list):
+            if isinstance(message, Mapping) and isinstance(messages, list):
                 self._spoken[_digests({**request, "messages": [*messages, message]})[-1]] = node
         return nodes
 

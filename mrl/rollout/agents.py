@@ -26,7 +26,7 @@ from typing import cast
 import aiohttp
 import numpy as np
 
-from mrl.config.texts import safe_text
+from mrl.config.texts import in_seconds, safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
@@ -279,7 +279,10 @@ class AgentRunner:
             try:
                 reply = await self._ask(task, session, max(1.0, end - time.monotonic()))
             except TimeoutError:
-                reply = {"error": f"no answer within {self._timeout_s:g} s (env.agent_timeout_s)", "status": "timeout"}
+                reply = {
+                    "error": f"no answer within {in_seconds(self._timeout_s)} (env.agent_timeout_s)",
+                    "status": "timeout",
+                }
             except AgentUnreached as lost:
                 if time.monotonic() + pause_s < end:
                     self._waiting[task.request_id] = f"agent {task.prompt.env_name}", str(lost)
@@ -287,7 +290,7 @@ class AgentRunner:
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     continue
                 reply = {
-                    "error": f"no agent within {self._timeout_s:g} s (env.agent_timeout_s): {lost}",
+                    "error": f"no agent within {in_seconds(self._timeout_s)} (env.agent_timeout_s): {lost}",
                     "status": "timeout",
                 }
             except AgentLost as lost:
@@ -314,7 +317,7 @@ class AgentRunner:
                     json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task)
                 )
                 result = await self.gym.run(name, row, deadline_s=deadline_s)
-                return reply_of(result, session, self.gateway.receipts)
+                return reply_of(result, session, self.gateway.receipts, row)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {
@@ -345,7 +348,8 @@ class AgentRunner:
         }
         # What is masked keeps its place, and costs no more than that.
         kept = (rollouts if verdict.is_valid else rollouts[:1]) or [task.empty_rollout()]
-        return Ran(kept, replace(verdict, metrics=metrics, text=safe_text(session.text)), tuple(session.engines))
+        said = replace(verdict, metrics=metrics, text=safe_text(session.text), conversations=session.heard.shown())
+        return Ran(kept, said, tuple(session.engines))
 
 
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:

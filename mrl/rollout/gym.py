@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import yaml
 
+from mrl.config.texts import in_seconds
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, open_client, read_answer
@@ -144,8 +145,8 @@ class GymServers:
             except AgentUnreached as lost:
                 await self._pause(reason := lost)
         raise RuntimeError(
-            f"env.nemo_gym.head_server: {reason}, for {limit_s:g} s (env.nemo_gym.start_s); start it, or correct "
-            "the address"
+            f"env.nemo_gym.head_server: {reason}, for {in_seconds(limit_s)} (env.nemo_gym.start_s); start it, or "
+            "correct the address"
         )
 
     async def _pause(self, lost: AgentUnreached) -> None:
@@ -187,8 +188,8 @@ def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: in
     return {**fields, REQUEST: request, "_rowidx": index, "_ng_task_index": group, "_ng_rollout_index": index}
 
 
-def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
-    """An agent's answer in the form of `mrl.rollout.agents`; adds its turns sampled here to the session's tree."""
+def reply_of(result: Json, session: AgentSession, receipts: Receipts, row: Json) -> Json:
+    """An agent's answer to a row in the form of `mrl.rollout.agents`; adds its turns sampled here to the session."""
     if "error" in result and "response" not in result:
         return result  # a server's refusal; an answer may have a field of that name
     response = result.get("response")
@@ -198,6 +199,9 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     num_unknown = receipts.claim(outputs, session)
     for item in outputs:
         _note(item, session)
+    asked = row.get(REQUEST)
+    given = (asked.get("input") if isinstance(asked, Mapping) else None) or []
+    session.heard.note([*(given if isinstance(given, list) else [given]), *outputs])
     if failure := result.get(FAILURE):
         reasons = [
             str(value) for name, value in result.items() if name.startswith("_ng_failure") and isinstance(value, str)

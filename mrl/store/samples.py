@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from isal import igzip
 
 from conversion.files.durable import sync_file
+from mrl.config.conversations import as_text
 from mrl.config.schema.logger import LoggerConfig
 from mrl.store.loggers.sink import Sample
 from mrl.types import RolloutGroup, RolloutInfo, TokenSample, TrainSequence, Verdict
@@ -26,7 +27,7 @@ Split = Literal["train", "validation"]
 NUM_SAMPLES = 4
 MAX_SEQUENCES = 8
 """Limit of the sequences of an agent's rollout whose tokens are written."""
-MAX_REPORT_CHARACTERS = 600
+MAX_REPORT_CHARACTERS, MAX_REPORT_CONVERSATION = 600, 3_000
 DUMP_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
 RULE = "-" * 62
 
@@ -43,6 +44,8 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
             "extracted": first.extracted,
         }
         row = {"step": step, "split": split, **{name: _shorten(text) for name, text in texts.items()}}
+        if first.conversations:
+            row["text"] = as_text(first.conversations, MAX_REPORT_CONVERSATION)
         lines += json.dumps(row | {"reward": first.reward, "status": first.status}) + "\n"
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -94,6 +97,7 @@ def write_step_data(
                 row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
                 row |= {"expected": prompt.expected_answer, "extracted": verdict.extracted}
                 row |= {"columns": dict(verdict.columns)} if verdict.columns else {}
+                row |= {"conversations": verdict.conversations} if verdict.conversations else {}
                 row |= {"weight_version": rollout.weight_version, "num_turns": rollout.num_turns, "idx": index}
                 row |= (token_rows or {}).get(rollout.request_id, {})
                 file.write((json.dumps(row) + "\n").encode("ascii"))
@@ -154,8 +158,16 @@ def drop_old_step_data(attempts: Path, step: int, config: LoggerConfig) -> None:
 
 def best_and_worst(groups: Sequence[RolloutGroup], count: int) -> list[Sample]:
     """`count` rollouts by reward: the best half, then the worst, a middle one if `count` is odd; all if no more."""
-    texts = [(group.prompt, verdict) for group in groups for verdict in group.verdicts]
-    samples = [Sample(prompt.text, verdict.text, prompt.expected_answer, verdict.reward) for prompt, verdict in texts]
+    samples = [
+        Sample(
+            group.prompt.text,
+            as_text(verdict.conversations) or verdict.text,
+            group.prompt.expected_answer,
+            verdict.reward,
+        )
+        for group in groups
+        for verdict in group.verdicts
+    ]
     ranked = sorted(samples, key=lambda sample: -sample.reward)
     if count >= len(ranked):
         return ranked

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dumps of rollouts, `logs/exp_NNN/*_data_stepN.jsonl.gz`, for the page."""
+"""Dumps of rollouts, `logs/exp_*/*_data_stepN.jsonl.gz`, for the page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.reading import open_file, read_file
+from mrl.config.conversations import read_conversations
 
 NAME = re.compile(r"(train|val)_data_step(\d+)\.jsonl(?:\.gz)?")
 SPLITS = {"train": "train", "val": "validation"}
@@ -21,6 +22,7 @@ NUM_INLINED_STEPS = 16
 NUM_INLINED_PROMPTS = 8
 NUM_EVALUATED_PROMPTS = 64
 MAX_CHARACTERS = 4_000
+MAX_CONVERSATION_CHARACTERS = 8_000
 MAX_LINE_BYTES = 2**26
 MAX_DUMP_BYTES = 2**32
 INLINED_BYTES = 3 * 2**20
@@ -74,7 +76,15 @@ def _rows(path: Path) -> Iterator[dict]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("content"), list) and len(row["content"]) == 2:
-                yield row | {"content": [_cut(str(text)) for text in row["content"]]}
+                yield _shown(row)
+
+
+def _shown(row: dict) -> dict:
+    """A row with long texts cut."""
+    row = row | {"content": [_cut(str(text)) for text in row["content"]]}
+    if found := read_conversations(row.pop("conversations", None), MAX_CONVERSATION_CHARACTERS):
+        row["conversations"] = found
+    return row
 
 
 def _cut(text: str) -> str:
@@ -120,7 +130,7 @@ def _evaluated_rows(prompts: Sequence[dict]) -> Iterator[dict]:
     for prompt in prompts:
         for answer in prompt["answers"]:
             row = {
-                "content": [_cut(prompt["prompt"]), _cut(answer["text"])],
+                "content": [prompt["prompt"], answer["text"]],
                 "rewards": answer["reward"],
                 "extracted": answer["extracted"],
             }
@@ -128,5 +138,6 @@ def _evaluated_rows(prompts: Sequence[dict]) -> Iterator[dict]:
                 "prompt_id": prompt["prompt_id"],
                 "environment": prompt["environment"],
                 "expected": prompt["expected"],
+                "conversations": answer.get("conversations"),
             }
-            yield row | {"masked": None if answer["status"] == "ok" else answer["status"]}
+            yield _shown(row | {"masked": None if answer["status"] == "ok" else answer["status"]})

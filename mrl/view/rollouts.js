@@ -26,11 +26,13 @@ function groupsOf(rows) {
   return [...found.values()];
 }
 
+const textsOf = (row) => [...row.content, ...(row.conversations || []).flat().map((message) => message.content)];
+
 function isWanted(row) {
   const text = looked.text.toLowerCase();
   return FILTERS[looked.filter](row) && (!looked.env || row.environment === looked.env)
     && (looked.low === "" || row.rewards >= Number(looked.low)) && (looked.high === "" || row.rewards <= Number(looked.high))
-    && (!text || row.content.some((part) => part.toLowerCase().includes(text)));
+    && (!text || textsOf(row).some((part) => part.toLowerCase().includes(text)));
 }
 
 function fact(row) {
@@ -47,10 +49,19 @@ function fact(row) {
   ].filter(Boolean).join(" · ");
 }
 
+// The model's text, or message by message all that it and the others have said.
+function said(row) {
+  const all = row.conversations || [];
+  if (!all.length) return [h("pre", {}, row.content[1])];
+  return all.flatMap((messages, i) => [
+    all.length > 1 ? h("small", {}, `conversation ${i + 1} of ${all.length}`) : null,
+    ...messages.map(({ role, content }) => h("section", { class: "turn" }, h("small", {}, role), h("pre", {}, content)))]);
+}
+
 function card(row) {
   return h("article", { class: row.masked ? "card masked" : row.rewards > 0 ? "card good" : "card" },
-    h("small", {}, fact(row)), h("pre", {}, row.content[1]),
-    row.extracted !== undefined ? h("small", {}, `extracted ${row.extracted}`) : null,
+    h("small", {}, fact(row)), ...said(row),
+    row.extracted ? h("small", {}, `extracted ${row.extracted}`) : null,
     ...Object.entries(row.columns || {}).map(([name, text]) => h("small", {}, `${name} ${text}`)),
     row.token_texts ? h("button", { "data-tokens": row.idx, onclick: () => { looked.token = row; draw(); } }, "token by token") : null);
 }
@@ -102,8 +113,9 @@ function rollouts() {
 // What a run without dumps has: the beginnings of some rollouts.
 function samples(one) {
   const rows = one.samples.slice().reverse();
-  return table(["step", "split", "prompt", "rollout", "extracted", "expected", "reward"], rows.map((row) => [row.step, row.split,
-    h("pre", {}, row.prompt), h("pre", {}, row.text), row.extracted, row.expected, row.status === "ok" ? shown(row.reward) : `masked (${row.status})`]));
+  const answers = ["extracted", "expected"].filter((name) => rows.some((row) => row[name]));
+  return table(["step", "split", "prompt", "rollout", ...answers, "reward"], rows.map((row) => [row.step, row.split,
+    h("pre", {}, row.prompt), h("pre", {}, row.text), ...answers.map((name) => row[name]), row.status === "ok" ? shown(row.reward) : `masked (${row.status})`]));
 }
 
 // Between generator and trainer; null where one of them has no finite logprob.

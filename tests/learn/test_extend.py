@@ -107,6 +107,11 @@ def test_rows_reach_the_reward_and_the_environment(run_folder: Path):
     rows = metrics_of(run_folder)
     assert max(row["rollout/second_try/turns"] for row in rows) > 1 and {row["rollout/failed"] for row in rows} == {0}
     assert max(row["rollout/digits_and_sum/reward_digits"] for row in rows) > 0
+    talks = [row["conversations"] for row in dumped(run_folder, 1) if row["num_turns"] > 1]
+    assert talks and all(
+        [said["role"] for said in talk] == ["prompt", "assistant", "environment", "assistant"] for (talk,) in talks
+    )
+    assert all(talk[0]["content"].count("+") == 1 and ", again: " in talk[2]["content"] for (talk,) in talks)
 
 
 def test_advantages_are_ranks(run_folder: Path):

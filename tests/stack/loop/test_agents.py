@@ -154,6 +154,10 @@ def test_ids_trained_are_ids_sampled_once_each(watched: LiveRun):
             assert verdict.is_valid and len(rollout.sequences) == 3 and rollout.num_turns == 4
             assert verdict.metrics["sequences"] == 3 and verdict.metrics["overridden_temperature"] == 1
             assert verdict.metrics["untrained_tokens_forced"] > 0
+            # The forced answer is a third try at the second turn.
+            talks = [[said["content"] for said in conversation] for conversation in verdict.conversations]
+            assert [len(talk) for talk in talks] == [4, 4, 2, 4] and talks[2][0] == f"sub {group.prompt.text}"
+            assert talks[0][:3] == talks[1][:3] == talks[3][:3] and talks[0][::2] == [group.prompt.text, "and?"]
     # The same again: a rollout is a function of its row, its place and the weights.
     again = [info for group in sampled(watched, "busy") for rollout in group.rollouts for info in rollout.sequences]
     assert rounded(turns(pull(again, timeout_s=HANG_S))) == trained
@@ -177,12 +181,15 @@ def test_a_step_trains_all_sequences_with_one_advantage_each_rollout(watched: Li
     assert metrics["train/token_mult_prob_error"] <= 1.001
     assert metrics["rollout/busy/sequences"] == 3 and metrics["rollout/dropped_agent_groups"] == 0
     assert metrics["rollout/busy/reward_components_are_counted"] == 1
+    assert "rollout/engine_idle_fraction" not in metrics  # engines work for agents over HTTP, which is not counted
 
 
 def test_agents_that_fail_cost_their_own_rollout(watched: LiveRun):
     verdicts = [verdict for group in sampled(watched, "failing") for verdict in group.verdicts]
     assert {verdict.status for verdict in verdicts} == {"ok", "error"}
     assert {verdict.reason for verdict in verdicts if not verdict.is_valid} == {"RuntimeError: no idea"}
+    log = next((watched.run.folder.path / "logs").glob("exp_*/actors/gateway.log")).read_text()
+    assert "(failing) is not trained: RuntimeError: no idea" in log
     # All that ran in the process that died have begun again, and none is counted twice.
     assert sum(verdict.metrics["lost_attempts"] for verdict in verdicts) >= 1
     for env_name, reason in (("lonely", "RuntimeError: never"), ("silent", "sampled nothing")):

@@ -50,6 +50,12 @@ def test_a_conversation_is_what_the_template_makes_of_it_and_its_prefix_is_untou
     assert transcript.token_ids[:4].tobytes() == rollout.token_ids.tobytes()
     assert transcript.generator_logprobs.tolist() == [-0.5] * 4 + [0.0] * (len(transcript.token_ids) - 4)
     assert transcript.turns == (Turn(0, 4, 3),)
+    (conversation,) = turns.conversations(appended(transcript, spoken([*b"2", END_ID], prompt)))
+    assert [said["role"] for said in conversation] == ["prompt", "assistant", "environment", "assistant"]
+    assert (conversation[1]["content"], conversation[3]["content"]) == ("two", "2")
+    # What readers see is the whole text that the template writes.
+    assert conversation[0]["content"] == rendered(turns, messages[:1])
+    assert conversation[2]["content"] == "<|user|>in digits, please<|assistant|>"
 
 
 def test_what_was_generated_stays_although_the_template_would_write_it_otherwise():

@@ -77,6 +77,13 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(
     )
     assert sequence.logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75]
     assert session.text == "answer 1.0\n\nanswer 2.0"
+    (conversation,) = session.heard.shown()
+    assert [(message["role"], message["content"]) for message in conversation] == [
+        ("user", "hi"),
+        ("assistant", "answer 1.0"),
+        ("user", "and?"),
+        ("assistant", "answer 2.0"),
+    ]
 
 
 def test_turns_bring_the_experts_of_their_tokens(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
@@ -127,6 +134,7 @@ def test_several_answers_are_branches_and_each_may_go_on(
     first = chat(client, "hi", n=3)
     chat(client, "hi", {"role": "assistant", "content": first.choices[1].message.content}, "and?")
     assert engine.asked[1]["required_prefix_token_ids"][-3:] == [901, 801, 2]
+    assert [len(messages) for messages in session.heard.shown()] == [2, 4, 2]
     assert sorted(len(sequence.turns) for sequence in session.tree.sequences()) == [1, 1, 2]
 
 

@@ -98,6 +98,14 @@ def test_a_rollout_is_what_was_sampled_with_its_reward(
     assert (len(rollout.turns), rollout.weight_version, ran.engines) == (2, 3, (0,))
     verdict = ran.verdict
     assert (verdict.reward, verdict.status, verdict.text) == (0.75, "ok", "answer 1.0\n\nanswer 2.0")
+    (conversation,) = verdict.conversations
+    assert [(said["role"], said["content"]) for said in conversation] == [
+        ("user", "12+1?"),
+        ("assistant", "answer 1.0"),
+        ("tool", "13"),
+        ("assistant", "answer 2.0"),
+        ("tool", "13"),
+    ]
     assert verdict.metrics == {"num_tries": 2, "is_right": 1, "sequences": 1, "lost_attempts": 0}
     # The second turn went on from the tokens of the first, and not from those of its text.
     assert engine.asked[1]["required_prefix_token_ids"] == [*b"12+1?", 2, 901, 800, 2]
@@ -204,7 +212,7 @@ def test_what_an_answer_says(
 ):
     if result.get("reward", 0) != result.get("reward", 0):  # JSON has no NaN
         session = AgentSession("", "", SAMPLING, 0, CONTEXT)
-        assert reply_of({"reward": float("nan"), "response": {"output": []}}, session, Receipts())["reward"] is None
+        assert reply_of({"reward": float("nan"), "response": {"output": []}}, session, Receipts(), {})["reward"] is None
         return
     (ran,) = run(running, runner, task("answer", result=result))
     assert ran.verdict.status == status and reason in ran.verdict.reason

@@ -86,6 +86,23 @@ def test_every_rollout_of_a_step_is_one_line_under_nemo_rls_names(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train_data_step7.jsonl.gz", "val_data_step7.jsonl.gz"]
 
 
+def test_all_that_was_said_in_a_conversation_is_in_file_report_and_console(tmp_path: Path):
+    said = [("system", "be short"), ("user", "1+1?"), ("assistant", "two"), ("tool", "no digit"), ("assistant", "2")]
+    conversation = tuple({"role": role, "content": content} for role, content in said)
+    group = group_of("a", 1.0, 0.0)
+    talked = replace(group.verdicts[0], conversations=(conversation,))
+    group = replace(group, verdicts=(talked, group.verdicts[1]))
+    write_step_data(tmp_path, 7, "train", [group], [], LoggerConfig())
+    first, second = rows_of(tmp_path / "train_data_step7.jsonl.gz")
+    assert first["conversations"] == [list(conversation)] and "conversations" not in second
+    assert first["content"] == ["question a", "answer a0"]
+    append_report_samples(tmp_path / "samples.jsonl", 7, "train", [group])
+    text = "\n".join(f"[{role}]\n{content}" for role, content in said)
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["text"] == text
+    lines = sample_lines(best_and_worst([group], 2), 7)[0].splitlines()
+    assert [line.strip() for line in lines][3:-2] == ["Rollout:", *text.splitlines()]
+
+
 def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
     sample = TokenSample(
         [65, 66, 256], [0, 1, 1], [0, -0.5, -1.25], [0, -0.5, -1.5], [0, 2.0, 2.0], [0, 1, 0], [0, 0.5, 0.25]
