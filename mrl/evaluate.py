@@ -43,7 +43,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
 from mrl.store.console import rollout_progress
-from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
+from mrl.store.evaluations import ALL, note_on_rewards, scores_by_environment, table_lines, write_results
 from mrl.store.identity import with_template_date
 from mrl.store.loggers.thread import exit_with
 from mrl.types import RolloutGroup
@@ -94,6 +94,8 @@ def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup]) -> Non
         logger.warning("eval.metric=%s: no environment here extracts answers that could be counted", config.eval.metric)
     for line in table_lines(scores, first=metric):
         logger.info("%s", line)
+    if note := note_on_rewards(groups):
+        logger.info("%s", note)
     described: dict[str, object] = {
         "model": config.policy.model_name,
         "metric": metric,

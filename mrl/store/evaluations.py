@@ -55,6 +55,17 @@ def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str
     return scores
 
 
+def note_on_rewards(groups: Sequence[RolloutGroup]) -> str:
+    """A line for readers of the table, if some rewards are neither 0 nor 1; else empty."""
+    rewards = [verdict.reward for group in groups for verdict in group.verdicts if verdict.has_reward]
+    if set(rewards) <= {0.0, CORRECT_REWARD}:
+        return ""
+    return (
+        f"Rewards are between {min(rewards):.4g} and {max(rewards):.4g}, and `reward` is their mean; `pass@` and "
+        f"`cons@` take an answer with a reward of {CORRECT_REWARD:g} or more for right, any other for wrong"
+    )
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -94,6 +105,7 @@ def write_results(
                     "reward": verdict.reward,
                     "status": verdict.status,
                 }
+                | ({"conversations": verdict.conversations} if verdict.conversations else {})
                 for verdict in group.verdicts
             ],
         }

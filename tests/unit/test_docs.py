@@ -72,6 +72,10 @@ def test_every_link_leads_to_a_file_and_a_heading():
     assert broken == []
 
 
+def test_paths_of_pages_are_there_when_they_are_typed():
+    assert [page.name for page in (ROOT / "README.md", *PAGES) if "NNN" in page.read_text()] == []
+
+
 def test_every_paper_that_the_code_cites_is_listed_with_its_file():
     rows = (DOCS / "papers.md").read_text().splitlines()
     named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]

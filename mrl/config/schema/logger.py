@@ -48,7 +48,7 @@ class SwanlabConfig:
 @dataclass
 class TensorboardConfig:
     log_dir: str | None = None
-    """Folder of the event files; null = `tensorboard` in the attempt's own `exp_NNN`."""
+    """Folder of the event files; null = `tensorboard` in the attempt's folder of logs."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class MlflowConfig:
     run_id: str | None = None
     """Id of the MLflow run to continue; null = a new run, which every resume of the run folder continues."""
     artifact_location: str | None = None
-    """Folder or URI for the texts of a new experiment; null = `mlflow` in the attempt's own `exp_NNN`, or the server's
+    """Folder or URI for the texts of a new experiment; null = `mlflow` in the attempt's folder of logs, or the server's
     choice.
     """
 
@@ -80,11 +80,13 @@ class GpuMonitoringConfig:
 @dataclass
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
-    """Folder of logs; each start of a run gets `exp_NNN` below it, with a link in `logs` of the run folder if it lies
-    elsewhere.
+    """Folder of logs; each start of a run gets `exp_001`, `exp_002` and so on below it, with a link in `logs` of the
+    run folder if it is elsewhere.
     """
     rollouts: Literal["all", "sample", "none"] = "all"
-    """Rollouts of a step that are written as text into `exp_NNN`: all, those of its first four prompts, or none."""
+    """Rollouts of a step that are written as text into the attempt's folder of logs: all, those of its first four
+    prompts, or none.
+    """
     rollouts_keep_steps: Positive | None = None
     """Keep the texts of this many steps, and remove older ones; null = of all steps."""
     record_steps: Count = 0

@@ -150,8 +150,8 @@ class ProfilerConfig:
     ranks: list[int] = field(default_factory=lambda: [0])
     """Policy ranks that record."""
     tool: Literal["torch", "nsys"] = "torch"
-    """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that
-    runs the ranks.
+    """torch: traces in `profile` of the attempt's logs, for https://ui.perfetto.dev; nsys: NVTX ranges for an
+    `nsys profile` that runs the ranks.
     """
 
 

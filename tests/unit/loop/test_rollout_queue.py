@@ -81,8 +81,10 @@ class Groups:
             del self.under_way[group.key]
         return [group.judged() for group in groups], 0.0
 
+    busy_s: float = 0.0
+
     def take_busy_s(self) -> float:
-        return 0.0
+        return self.busy_s
 
 
 def finish(group: AskedGroup, rewards: Sequence[float]) -> None:
@@ -168,6 +170,16 @@ def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
     assert [one.metrics["train/max_trajectory_age"] for one in taken] == [min(step, lag) for step in range(6)]
     # Nothing is asked for that no step will take.
     assert len(source.asked) == 12 and not source.under_way and not replay(ledger.path).taken
+
+
+def test_engines_that_only_agents_ask_have_no_idle_share(tmp_path: Path):
+    shares = []
+    for busy_s in (0.0, 1e-9):
+        ledger = Ledger(tmp_path / f"{busy_s}.jsonl")
+        source = Groups(busy_s=busy_s)
+        (supplied,) = run(queue_of(plan(), source, ledger, prompts(2), SAMPLING, last_step=1), ledger, steps=1)
+        shares.append(supplied.metrics.get("rollout/engine_idle_fraction"))
+    assert shares[0] is None and shares[1] is not None and 0 <= shares[1] < 1
 
 
 def test_in_flight_updates_do_not_wait(ledger: Ledger):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.store.evaluations import scores_by_environment, table_lines, write_results
+from mrl.store.evaluations import note_on_rewards, scores_by_environment, table_lines, write_results
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 
 
@@ -55,6 +55,13 @@ def test_the_table_begins_with_the_metric_that_was_asked_for():
     assert lines[0].split()[:4] == ["environment", "cons@3", "prompts", "answers"]
     assert [line.split()[:2] for line in lines[1:]] == [["math", "0.5000"], ["code", "-"], ["all", "0.3333"]]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_readers_are_told_what_counts_as_right_where_rewards_are_other_than_0_and_1():
+    assert note_on_rewards(GROUPS[2:]) == ""
+    assert note_on_rewards([group("b", "math", ("4", 1.0, False), ("7", 0.5, True), ("", -0.25, True))]).startswith(
+        "Rewards are between -0.25 and 0.5, and `reward` is their mean; "
+    )
 
 
 def test_results_hold_every_answer(tmp_path: Path):

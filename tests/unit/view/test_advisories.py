@@ -60,6 +60,12 @@ def test_a_rule_holds_beyond_its_limit_and_not_before(key: str):
     assert keys(quiet) == []
 
 
+def test_errors_of_agents_are_looked_for_where_agents_log():
+    """The names of both files are those that `tests/stack/loop` finds errors in."""
+    (advisory,) = advisories([row(1, rollout__busy__num_rollouts=8, rollout__busy__failed=4)], FACTS)
+    assert "logs/exp_*/actors/rewards*.log, of agents gateway.log" in advisory.line()
+
+
 def test_liveness_comes_before_hints():
     rows = steps(3, train__kl_penalty=9.0, train__loss=None, rollout__truncated_fraction=1.0)
     assert [advisory.level for advisory in advisories(rows, FACTS)] == ["stop", "look", "look"]
