@@ -20,6 +20,7 @@ from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import MissingMandatoryValue
 
 from conversion.files.reading import read_file
+from mrl.config.dialect.media import find_media
 from mrl.config.dialect.translate import (
     DIALECT_KEYS,
     Migration,
@@ -109,6 +110,8 @@ def read_run(
     resolve_gpus(settings)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
+    if media := find_media(settings):
+        return None, Migration(), [*media, *problems]
     if unclear := choose_algorithm(settings):
         return None, Migration(), [*problems, *unclear]
     if is_evaluation(settings):

@@ -38,6 +38,33 @@ def refused(load: Callable[..., RunConfig]) -> Callable[..., str]:
     return refused
 
 
+MEDIA = (
+    "policy.is_vlm=true",
+    "data.default.processor=vlm_hf_data_processor",
+    "data.train.dataset_name=daily-omni",
+    "data.default.env_name=vlm",
+)
+
+
+@pytest.mark.parametrize("setting", MEDIA)
+def test_a_config_on_images_is_refused_for_that_alone(refused: Callable[..., str], setting: str):
+    """Settings of NeMo RL's examples/configs/vlm_grpo_3B.yaml, sft_avlm.yaml and recipes/vlm."""
+    said = refused("", f"++{setting}", "++env.geometry3k.num_workers=8", "++policy.generation.bad_words=[x]")
+    assert said.splitlines() == [
+        f"{setting} (command line): this config trains on images, video or sound, which mrl does not; "
+        "use a config that trains on texts; no other key of this one was checked"
+    ]
+
+
+def test_all_settings_about_images_are_named_at_once_and_names_of_ones_own_are_none(
+    load: Callable[..., RunConfig], refused: Callable[..., str]
+):
+    said = refused("", *(f"++{setting}" for setting in MEDIA))
+    assert len(said.splitlines()) == 1 and all(setting in said for setting in MEDIA)
+    own = ["++data.default.env_name=vlm", "++env.own.functions.vlm=my.judge:judge", "++policy.is_vlm=false"]
+    assert load("", *own).data.default.env_name == "vlm"
+
+
 def test_a_key_is_in_the_schema_or_in_one_table():
     groups = {"the schema": set(KEYS), "RENAMED": set(RENAMED), "TRANSLATED": set(TRANSLATED)}
     groups |= {"NO_EFFECT": set(NO_EFFECT), "REFUSED": set(REFUSED)}
