@@ -26,6 +26,7 @@ from mrl.config.model import with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import JOB, run_entry, start_logging
+from mrl.config.texts import in_seconds
 from mrl.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
@@ -147,7 +148,7 @@ def check_mounted(options: argparse.Namespace, mounts: Sequence[Path], given: st
         places = places | {f"config {options.config}": file.absolute()}
     if wrong := [name for name, place in places.items() if not any(is_below(place, mount) for mount in mounts)]:
         raise ValueError(
-            f"{', '.join(wrong)}: lies in the container, is lost with it, and no other node sees it; "
+            f"{', '.join(wrong)}: on the container's own disk, which is lost with it, and which no other node sees; "
             f"name an absolute path below {given}, where all nodes mount their shared storage"
         )
 
@@ -220,8 +221,8 @@ def wait_for_nodes(
                 or f"{num_nodes - len(joined)} of {num_nodes} nodes"
             )
             raise RuntimeError(
-                f"{online} of {num_slots} slots are online after {timeout_s:g} s (JOIN_TIMEOUT_S); missing, see "
-                f"the logs: {missing}"
+                f"{online} of {num_slots} slots are online after {in_seconds(timeout_s)} (JOIN_TIMEOUT_S); missing, "
+                f"see the logs: {missing}"
             )
         time.sleep(POLL_S)
 

@@ -98,13 +98,14 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
         return cached
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    logger.info("%s is not in the local Hugging Face cache, or not all of it: downloading it", model)
-    reason: Exception | str = "the Hub has no config.json of it, or not all of its safetensors files"
+    logger.info("Downloading %s from the Hugging Face Hub", model)
+    reason = "the Hub has no config.json of it, or not all of its safetensors files"
     try:
         if (found := _snapshot(model, with_weights, local_files_only=False)) is not None:
             return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = error
+        # Errors of the Hub's library say in later lines that there may be no network.
+        reason = str(error).strip().split("\n")[0]
     raise ValueError(
         f"{model} is neither a folder nor complete in the local Hugging Face cache, and it cannot be downloaded: "
         f"{reason}; name a folder, or download the model on a host with a network"

@@ -32,6 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
+from mrl.config.texts import in_seconds
 from mrl.envs.own import outcome
 from mrl.envs.task import MASK_SAMPLE
 from mrl.rollout import http_gate
@@ -166,7 +167,7 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             if isinstance(error, TimeoutError) and limit.expired():
                 return _json(
                     {
-                        "error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)",
+                        "error": f"the agent has taken longer than {in_seconds(deadline_s)} (env.agent_timeout_s)",
                         "status": "timeout",
                     }
                 )

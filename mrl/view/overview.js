@@ -3,6 +3,8 @@ const chartsOf = () => state.data.charts;
 let charts = [];
 // Of the seconds of all steps.
 const SMALL = 0.02;
+// Distances between the ticks of steps.
+const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 // An exponential mean; gaps stay gaps.
 function smoothed(values) {
@@ -82,7 +84,7 @@ function chart(box, title, names, kind) {
   const plot = new uPlot({
     title, width: Math.max(240, box.clientWidth), height: 240, cursor: { sync: { key: "steps" } },
     scales: { x: { time: false }, y: isStack ? { range: (_, __, max) => [0, max || 1] } : state.log ? { distr: 3 } : {} },
-    axes: [axis({ label: "step", labelSize: 16, size: 34 }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
+    axes: [axis({ label: "step", labelSize: 16, size: 34, incrs: WHOLE }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
     series: [{ label: "step" }, ...order.map((i) => series[i])],
     hooks: { setScale: [noteZoom] },
   }, [steps, ...order.map((i) => drawn[i])], box);
@@ -97,6 +99,10 @@ function noteZoom(plot, scale) {
   if (scale === "x" && (min > steps[0] || max < steps[steps.length - 1])) state.zoom = { min, max };
 }
 
+const numValues = (column) => column.filter((value) => value !== null && value !== undefined).length;
+// A curve needs two values.
+const hasCurves = () => state.data.runs.some((one) => Object.entries(one.series).some(([name, column]) => name !== "step" && numValues(column) > 1));
+
 // The charts of this list that have data.
 function drawn(wanted) {
   // One environment has the curve of all.
@@ -104,11 +110,15 @@ function drawn(wanted) {
   const having = (part) => known.filter(([, names, kind]) => split(names, kind)[part].found.length), found = having("moving"), constant = having("flat");
   const boxes = found.map(() => h("div", { class: "chart" }));
   requestAnimationFrame(() => boxes.forEach((box, i) => box.isConnected && chart(box, ...found[i])));
-  const texts = constant.map(([title, names, kind]) => {
+  const texts = (isOnce) => constant.map(([title, names, kind]) => {
     const { found: keys, values } = split(names, kind).flat;
-    return h("li", {}, `${title}: `, keys.map((key, i) => `${label(key)} = ${shown(values[i].find((value) => value !== null))}`).join(", "));
-  });
-  return h("div", {}, h("section", { class: "charts" }, boxes), texts.length ? h("section", {}, h("h2", {}, "Unchanged so far"), h("ul", {}, texts)) : null);
+    const told = keys.map((key, i) => ((numValues(values[i]) < 2) === isOnce ? `${label(key)} = ${shown(values[i].find((value) => value !== null))}` : null));
+    return told.some(Boolean) ? h("li", {}, `${title}: `, told.filter(Boolean).join(", ")) : null;
+  }).filter(Boolean);
+  return h("div", {}, h("section", { class: "charts" }, boxes), ["Unchanged so far", "Measured once so far"].map((title, isOnce) => {
+    const lines = texts(Boolean(isOnce));
+    return lines.length ? h("section", {}, h("h2", {}, title), h("ul", {}, lines)) : null;
+  }));
 }
 
 function controls() {
@@ -118,9 +128,10 @@ function controls() {
   const listed = chartsOf().flatMap(([, names]) => names);
   const others = [...new Set(state.data.runs.flatMap((one) => Object.keys(one.series)))]
     .filter((name) => name !== "step" && !listed.includes(name) && !state.more.includes(name)).sort();
-  return h("p", { class: "controls" }, h("label", {}, "smoothing ", slider), h("label", {}, log, " log scale"),
+  return h("p", { class: "controls" },
+    hasCurves() ? [h("label", {}, "smoothing ", slider), h("label", {}, log, " log scale")] : null,
     choice("add a metric", [["", "…"], ...others.map((name) => [name, name])], "", (name) => { if (name) { state.more.push(name); draw(); } }),
-    h("small", {}, "Drag to zoom, double-click to go back."));
+    hasCurves() ? h("small", {}, "Drag to zoom, double-click to go back.") : null);
 }
 
 // Names of tabs in a text become links to them.

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mrl.config.texts import safe_text
 from mrl.view.__main__ import Runs, server_of
 from mrl.view.page import write_report
 from scripts.chromium import Tab, find_chromium, open_tab
@@ -157,6 +159,22 @@ def test_a_curve_that_never_moves_is_told_in_words(tab: Tab, tmp_path: Path):
     assert "KL: train/kl_penalty = 0" in texts(tab, "main li")
 
 
+def test_a_run_of_one_step_has_its_values_and_nothing_about_curves(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    shutil.rmtree(folder / "logs")
+    sample = {"step": 1, "split": "train", "prompt": "1+1=", "text": "2", "extracted": "", "expected": "2"}
+    (folder / "samples.jsonl").write_text(json.dumps(sample | {"reward": 1.0, "status": "ok"}) + "\n")
+    open_report(tab, folder)
+    assert "Measured once so far" in texts(tab, "h2") and "Unchanged so far" not in texts(tab, "h2")
+    assert "Loss: train/loss = 0.1" in texts(tab, "main li") and texts(tab, ".chart, input, .controls small") == []
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    assert texts(tab, "th") == ["step", "split", "prompt", "rollout", "expected", "reward"]
+    write_dump(folder, 1, [rollout(0, "plain", extracted=""), rollout(1, "shown", extracted="7")])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    assert [text for text in texts(tab, ".card small") if "reward" not in text] == ["extracted 7"]
+
+
 def test_environments_have_curves_of_their_own_where_there_are_several(tab: Tab, tmp_path: Path):
     folder = make_run(tmp_path / "run")
     write_metrics(folder, [row(step, rollout__math__reward=0.1 * step) for step in range(1, 6)])
@@ -230,6 +248,27 @@ def test_rollouts_are_filtered_and_sorted(tab: Tab, tmp_path: Path):
     choose(tab, "reward from", "")
     choose(tab, "sort", "order")
     choose(tab, "show", "all")
+
+
+def test_a_conversation_is_shown_message_by_message(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=1)
+    said = [
+        {"role": "system", "content": "be short"},
+        {"role": "assistant", "content": "two"},
+        {"role": "tool", "content": ATTACK},
+    ]
+    again = [{"role": "user", "content": "sub"}, {"role": ATTACK, "content": "4"}]
+    rows = [rollout(0, "two", conversations=[said, again]), rollout(1, "plain"), rollout(2, "odd", conversations=[[7]])]
+    write_dump(folder, 1, rows)
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    assert texts(tab, ".card pre") == ["be short", "two", safe_text(ATTACK), "sub", "4", "plain", "odd"]
+    shown = ["conversation 1 of 2", "system", "assistant", "tool", "conversation 2 of 2", "user", safe_text(ATTACK, 40)]
+    assert [text for text in texts(tab, ".card small") if "reward" not in text] == shown
+    assert tab.evaluate("window.owned === undefined && document.querySelectorAll('main img, main script').length === 0")
+    choose(tab, "text", "be short")
+    assert texts(tab, ".card pre")[0] == "be short" and len(texts(tab, ".card")) == 1
+    choose(tab, "text", "")
 
 
 def test_a_rollout_is_shown_token_by_token(tab: Tab, tmp_path: Path):

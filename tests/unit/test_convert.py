@@ -265,7 +265,7 @@ def test_a_model_of_the_local_hub_cache_is_found_by_its_id(
     # As after a use of the tokenizer alone.
     (repository / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     refused(["hf-to-mcore", "--hf", "some/model", "--out", str(tmp_path / "out")], caplog)
-    assert "some/model is not in the local Hugging Face cache, or not all of it: downloading it" in caplog.messages
+    assert "Downloading some/model from the Hugging Face Hub" in caplog.messages
 
 
 class Evil:

@@ -313,14 +313,14 @@ def test_a_run_folder_that_ends_with_its_container_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], folder: str
 ):
     assert main([*words, *TINY, f"checkpointing.checkpoint_dir={folder}"]) == 2
-    assert f"checkpointing.checkpoint_dir={folder}: lies in the container" in capsys.readouterr().out
+    assert f"checkpointing.checkpoint_dir={folder}: on the container's own disk" in capsys.readouterr().out
 
 
 def test_a_config_file_that_no_pod_sees_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     words = ["k8s", str(tmp_path / "mine.yaml"), *TINY[1:]]
     assert main([*words, *EKS]) == 2
-    assert f"config {tmp_path}/mine.yaml: lies in the container" in capsys.readouterr().out
+    assert f"config {tmp_path}/mine.yaml: on the container's own disk" in capsys.readouterr().out
     assert main([*words, f"checkpointing.checkpoint_dir={tmp_path}/results", *EKS, f"--mount={tmp_path}"]) == 0
 
 
@@ -332,14 +332,14 @@ def test_a_container_on_slurm_sees_config_run_folder_and_hub(
     words = ["slurm", "mine.yaml", "--log-dir=logs", "--container=a.sqsh"]
     for unseen in ([], ["--mounts=/data:/data"], [f"--mounts={tmp_path}:/work"]):
         assert main([*words, *unseen]) == 2
-        assert "config mine.yaml: lies in the container" in capsys.readouterr().out
+        assert "config mine.yaml: on the container's own disk" in capsys.readouterr().out
     mounted = [*words, f"--mounts=/data:/data:ro,{tmp_path}:{tmp_path}"]
     assert f"export HF_HOME={tmp_path}/huggingface\n" in printed(capsys, *mounted)
     monkeypatch.setenv("HF_HOME", "/data/hub")
     assert "export HF_HOME=/data/hub\n" in printed(capsys, *mounted)
     monkeypatch.setenv("HF_HOME", "/home/me/hub")
     assert main(mounted) == 2
-    assert "HF_HOME=/home/me/hub: lies in the container" in capsys.readouterr().out
+    assert "HF_HOME=/home/me/hub: on the container's own disk" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
