@@ -32,7 +32,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
-from mrl.config.texts import in_seconds
 from mrl.envs.own import outcome
 from mrl.envs.task import MASK_SAMPLE
 from mrl.rollout import http_gate
@@ -165,12 +164,7 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             if isinstance(error, TimeoutError) and limit.expired() and watch.late_s > late_s:
                 return _json({"error": "its process was blocked", "status": BLOCKED})
             if isinstance(error, TimeoutError) and limit.expired():
-                return _json(
-                    {
-                        "error": f"the agent has taken longer than {in_seconds(deadline_s)} (env.agent_timeout_s)",
-                        "status": "timeout",
-                    }
-                )
+                return _json({"error": "the agent has taken longer than env.agent_timeout_s", "status": "timeout"})
             current = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # by whoever ends the request, and not by what the agent waits for
