@@ -224,7 +224,7 @@ def wait_for_graders(config: RunConfig, *, limit_s: float) -> list[dict]:
             return living
         if time.monotonic() > end:
             raise RuntimeError(
-                f"{len(living)} of {wanted} nodes are online after {limit_s:g} s: cluster.num_nodes="
+                f"{len(living)} of {wanted} nodes are online after {in_seconds(limit_s)}: cluster.num_nodes="
                 f"{config.cluster.num_nodes} and env.placement.num_nodes={config.env.placement.num_nodes}, which join "
                 "without slots (docs/cluster.md); look at their logs, or raise deadlines.start_s"
             )
