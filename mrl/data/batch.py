@@ -11,7 +11,8 @@ import numpy as np
 
 from mrl.data import planning
 from mrl.data.packing import padded_length
-from mrl.data.planning import RowPlan, SequenceCost, sequence_cost
+from mrl.data.planning import RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
+from mrl.data.prefixes import MIN_SAVED_TOKENS
 from mrl.types import Batch, Rollout, RolloutRequest, SamplingParams, TrainSequence, Turn
 
 if TYPE_CHECKING:
@@ -36,17 +37,33 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
         for sequence in sequences
         if sequence.is_valid and sequence.rollout.num_generated > 0
     ]
-    lengths = [sequence.rollout.num_tokens for sequence in sequences]
-    cost = sequence_cost(config.policy.model_name)
-    rows, logprob_rows = plan_batch(lengths, config.policy, dp_size=config.data_parallel_size, cost=cost)
+    policy, dp_size = config.policy, config.data_parallel_size
+    infos = [sequence.rollout for sequence in sequences]
+    units = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
+    if policy.share_prefixes:
+        row_tokens = min(max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob"))
+        # Engines may send the tokens of a prompt to other experts in each rollout: rows must have room for all copies.
+        least = policy.max_total_sequence_length if policy.router_replay.enabled else MIN_SAVED_TOKENS
+        units = prompt_units(infos, row_tokens=row_tokens, dp_size=dp_size, least_shared=least)
+    lengths, cost = [unit.num_tokens for unit in units], sequence_cost(policy.model_name)
+    plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
+    metrics = plan_metrics(plans[0], lengths, policy, cost)
+    if policy.share_prefixes:
+        metrics["train/prefix_sharing"] = sum(info.num_tokens for info in infos) / max(1, sum(lengths))
+    rows, logprob_rows = (spread(plan, [unit.indices for unit in units]) for plan in plans)
     return Batch(
         sequences=tuple(sequences),
         rows=rows,
         logprob_rows=logprob_rows,
         num_valid_tokens=sum(valid_lengths),
         num_valid_sequences=len(valid_lengths),
-        metrics=plan_metrics(rows, lengths, config.policy, cost),
+        metrics=metrics,
     )
+
+
+def spread(plan: RowPlan, members: Sequence[Sequence[int]]) -> RowPlan:
+    """The plan of sequences from one of units, whose sequences are adjacent in a row."""
+    return tuple(tuple(tuple(index for unit in row for index in members[unit]) for row in rows) for rows in plan)
 
 
 def plan_batch(
@@ -136,13 +153,8 @@ def batch_examples(
         for example in examples
     ]
     plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost, group_size=size)
-    rows, logprob_rows = (
-        tuple(
-            tuple(tuple(size * example + index for example in row for index in range(size)) for row in rows)
-            for rows in plan
-        )
-        for plan in plans
-    )
+    members = [range(size * index, size * (index + 1)) for index in range(len(examples))]
+    rows, logprob_rows = (spread(plan, members) for plan in plans)
     rollouts = [
         as_rollout(sequence, example.example_id, index)
         for example in examples

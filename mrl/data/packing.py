@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mrl.types import TeacherTokens, TokenSample, TrainSequence
+
+if TYPE_CHECKING:
+    from mrl.data.prefixes import PrefixTree
 
 MAX_SAMPLED_TOKENS = 4096
 """Limit for a sequence that is kept for readers, so that a step's texts stay small."""
@@ -77,6 +81,8 @@ class PackedRow:
     `mrl.policy.batch.global_batch_size`."""
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
+    tree: PrefixTree | None = None
+    """The tokens that the model computes in place of the row's; None: the row's. Set by the policy's rank."""
     teacher: PackedTeacher | None = None
     old_logprobs_T: torch.Tensor | None = None
     """Set by passes of the step, as the values below, on the device of the last pipeline stage alone."""

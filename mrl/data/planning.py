@@ -14,12 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from conversion.families.registry import family
 from conversion.files.hf_folder import read_config
 from mrl.config.model import sizes_of
+
+if TYPE_CHECKING:
+    from mrl.types import RolloutInfo
 
 RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
@@ -103,6 +107,43 @@ def repack(plan: RowPlan, lengths: Sequence[int], *, algorithm: str, row_tokens:
     _check_fit(lengths, row_tokens)
     members = [sorted(index for row in rows for index in row) for rows in plan]
     return _packed_within(members, lengths, WITHIN_RANK if algorithm == BALANCED else algorithm, row_tokens)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sequences that stay together in a row."""
+
+    indices: tuple[int, ...]
+    num_tokens: int
+    """Tokens that they take up: a prompt that they share counts once."""
+
+
+def prompt_units(rollouts: Sequence[RolloutInfo], *, row_tokens: int, dp_size: int, least_shared: int) -> list[Unit]:
+    """The rollouts of each prompt, with it once, in as few units as fit a row; none exceeds a rank's share of all.
+
+    A prompt of fewer than `least_shared` tokens counts as often as rollouts have it. Sequences of sub-agents and other
+    further ones have prompts of their own.
+    """
+    _check_fit([info.num_tokens for info in rollouts], row_tokens)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, info in enumerate(rollouts):
+        own = (index,) if info.is_further else ()
+        groups.setdefault((info.key, info.prompt_length, *own), []).append(index)
+    shared = [info.prompt_length if info.prompt_length >= least_shared else 0 for info in rollouts]
+    own = [info.num_tokens - tokens for info, tokens in zip(rollouts, shared, strict=True)]
+    total = sum(own) + sum(shared[group[0]] for group in groups.values())
+    limit = min(row_tokens, -(-total // dp_size))
+    units: list[Unit] = []
+    for group in groups.values():
+        indices, tokens = list[int](), shared[group[0]]
+        for index in group:
+            if indices and tokens + own[index] > limit:
+                units.append(Unit(tuple(indices), tokens))
+                indices, tokens = [], shared[index]
+            indices.append(index)
+            tokens += own[index]
+        units.append(Unit(tuple(indices), tokens))
+    return units
 
 
 def batch_dynamically(lengths: Sequence[int], *, row_tokens: int, length_multiple: int, dp_size: int) -> RowPlan:

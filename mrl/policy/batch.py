@@ -32,6 +32,7 @@ from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.metrics import extreme_of
 from mrl.policy.packed import join, local_positions
+from mrl.policy.tree_layers import tree_params
 from mrl.policy.versions import packed_arguments
 from mrl.types import NOT_FINITE
 
@@ -74,10 +75,15 @@ def own_positions(row: PackedRow) -> Tensor:
     return local_positions(row.cu_seqlens, cp_size=group.size(), cp_rank=group.rank())
 
 
-def router_positions(row: PackedRow) -> Tensor:
-    """Positions in the row of the tokens that this rank's routers see: tp ranks share its own tokens out equally."""
+def computed_positions(row: PackedRow) -> Tensor:
+    """Positions in the row of the tokens that this rank's model computes: its own, or those of the row's tree."""
+    return own_positions(row) if row.tree is None else row.tree.positions_U
+
+
+def of_routers(values: Tensor) -> Tensor:
+    """The part of the values of this rank's computed tokens that its routers see: tp ranks share them out equally."""
     group = parallel_state.get_tensor_model_parallel_group()
-    return own_positions(row).chunk(group.size())[group.rank()]
+    return values.chunk(group.size())[group.rank()]
 
 
 def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
@@ -91,6 +97,9 @@ def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
 
 def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
     """Row sequences for Megatron's layers. Padding is tokens that no other sees: bounds with and without it agree."""
+    if row.tree is not None:
+        further = packed_arguments(len(row.tree.positions_U))
+        return tree_params(row.tree, row.position_ids_T, device, **further)
     cu_seqlens = row.cu_seqlens.to(device)
     return PackedSeqParams(
         qkv_format="thd",

@@ -194,82 +194,116 @@ class Gradients:
         return None if self._weight_VD is None else self._weight_VD.to(self._columns.inputs.dtype)
 
 
-def scores_of(columns: OutputColumns, labels_T: Tensor) -> TokenScores:
+def scores_of(columns: OutputColumns, labels_T: Tensor, sources_T: Tensor | None = None) -> TokenScores:
     """Scores of the labels. Logits are divided by the temperature in float32 first, as the sampler does.
 
-    From hidden states, only `chunk_tokens` rows of logits exist at a time, also in the backward pass. The gradient of
+    `sources_T` are the rows of logits that predict the labels, int64; None: each row predicts one, in order. From
+    hidden states, only `chunk_tokens` rows of logits exist at a time, also in the backward pass. The gradient of
     hidden states comes from this rank's columns and is still to be summed over the group; the weight's is summed over
     the chunks in float32. Collective over the tensor-parallel group: every rank calls it, in the same order; the
     backward pass has no collective.
     """
-    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(
-        columns.inputs, columns.weight_VD, columns, labels_T
-    )
+    if sources_T is None:
+        scores = _Scores.apply(columns.inputs, columns.weight_VD, columns, labels_T, torch.arange(len(labels_T)))
+    else:
+        # A chunk of rows has labels next to each other.
+        order_T = sources_T.argsort(stable=True)
+        sorted_scores = _Scores.apply(columns.inputs, columns.weight_VD, columns, labels_T[order_T], sources_T[order_T])
+        places_T = order_T.argsort()
+        scores = [values_T.index_select(0, places_T) for values_T in sorted_scores]
+    logprobs_T, untruncated_T, entropy_T, likeliest_T = scores
     return TokenScores(
         logprobs_T, untruncated_T if columns.distribution.is_truncated else logprobs_T, entropy_T, likeliest_T
     )
 
 
-class _Scores(torch.autograd.Function):
-    """Saves its inputs and remakes a chunk's logits in the backward pass, so that no [T, V] float32 tensor is kept.
+def _with_labels(columns: OutputColumns, sources_T: Tensor) -> list[tuple[slice, slice]]:
+    """The chunks of rows, each with the slice of sorted labels that its rows predict."""
+    chunks = columns.chunks()
+    stops = torch.tensor([chunk.stop for chunk in chunks], device=sources_T.device)
+    bounds = [0, *torch.searchsorted(sources_T, stops).tolist()]
+    return [(chunk, slice(start, stop)) for chunk, start, stop in zip(chunks, bounds, bounds[1:], strict=False)]
 
-    The inputs are the logits [T, V] where there is no weight, and hidden states [T, D] where there is one.
+
+class _Scores(torch.autograd.Function):
+    """Saves its inputs and remakes a chunk's logits in the backward pass, so that no [U, V] float32 tensor is kept.
+
+    The inputs are the logits [U, V] where there is no weight, and hidden states [U, D] where there is one. Labels come
+    in the order of the rows that predict them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, labels_T: Tensor
+        ctx: Any,
+        inputs: Tensor,
+        weight_VD: Tensor | None,
+        columns: OutputColumns,
+        labels_T: Tensor,
+        sources_T: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         distribution, group, (column_T, is_local_T) = columns.distribution, columns.group, columns.place(labels_T)
+        sources_T, num_rows = sources_T.to(inputs.device), len(inputs)
         # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is
         # truncated.
-        max_T = torch.empty(len(labels_T), device=inputs.device)
-        least_kept_T = torch.full_like(max_T, -torch.inf)
-        whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
-        for chunk in columns.chunks():
+        max_U = torch.empty(num_rows, device=inputs.device)
+        least_kept_U = torch.full_like(max_U, -torch.inf)
+        sums = torch.zeros(3 * num_rows + len(labels_T), device=inputs.device)
+        of_rows, label_T = sums[: 3 * num_rows].view(3, num_rows), sums[3 * num_rows :]
+        whole_U, kept_U, moment_U = of_rows
+        spans = _with_labels(columns, sources_T)
+        for chunk, labels in spans:
             scaled = columns.logits(chunk)
             if columns.num_real:
-                label = scaled.gather(1, column_T[chunk, None])[:, 0]
-                label_T[chunk] = torch.where(is_local_T[chunk], label, 0.0)
-            max_T[chunk] = _local_max(scaled)
+                label = scaled[sources_T[labels] - chunk.start, column_T[labels]]
+                label_T[labels] = torch.where(is_local_T[labels], label, 0.0)
+            max_U[chunk] = _local_max(scaled)
             is_out = None
             if distribution.is_truncated:
-                least_kept_T[chunk] = distribution.least_kept(scaled, group)
-                is_out = scaled < least_kept_T[chunk, None]
-            shifted = scaled.sub_(max_T[chunk, None])
+                least_kept_U[chunk] = distribution.least_kept(scaled, group)
+                is_out = scaled < least_kept_U[chunk, None]
+            shifted = scaled.sub_(max_U[chunk, None])
             exps = torch.exp(shifted)
-            whole_T[chunk] = exps.sum(dim=-1)
+            whole_U[chunk] = exps.sum(dim=-1)
             if is_out is not None:
                 exps.masked_fill_(is_out, 0.0)
-            kept_T[chunk] = exps.sum(dim=-1)
-            moment_T[chunk] = exps.mul_(shifted).sum(dim=-1)
-        global_max_T = max_T.clone()
-        dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=group)
-        below_T = max_T - global_max_T
-        moment_T += kept_T * below_T
-        sums[:3] *= torch.exp(below_T)
+            kept_U[chunk] = exps.sum(dim=-1)
+            moment_U[chunk] = exps.mul_(shifted).sum(dim=-1)
+        global_max_U = max_U.clone()
+        dist.all_reduce(global_max_U, op=dist.ReduceOp.MAX, group=group)
+        below_U = max_U - global_max_U
+        moment_U += kept_U * below_U
+        of_rows *= torch.exp(below_U)
         dist.all_reduce(sums, group=group)
 
-        log_kept_T, log_whole_T, above_T = kept_T.log(), whole_T.log(), label_T - global_max_T
+        log_kept_U, log_whole_U = kept_U.log(), whole_U.log()
+        above_T, is_kept_T = label_T - global_max_U[sources_T], label_T >= least_kept_U[sources_T]
         # NaN logits must stay NaN.
-        logprobs_T = torch.where(label_T < least_kept_T, -torch.inf, above_T - log_kept_T)
-        entropy_T = log_kept_T - moment_T / kept_T
+        is_out_T = label_T < least_kept_U[sources_T]
+        logprobs_T = torch.where(is_out_T, -torch.inf, above_T - log_kept_U[sources_T])
+        entropy_T = (log_kept_U - moment_U / kept_U)[sources_T]
         # Not `columns` itself: it holds the inputs, which only the graph frees in time.
         ctx.of_columns = distribution, group, columns.chunk_tokens
-        normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
-        ctx.save_for_backward(
-            inputs, weight_VD, column_T, is_local_T, *normalizers, least_kept_T, label_T >= least_kept_T
-        )
+        ctx.spans = spans
+        normalizers = global_max_U + log_kept_U, global_max_U + log_whole_U
+        ctx.save_for_backward(inputs, weight_VD, column_T, is_local_T, sources_T, *normalizers, least_kept_U, is_kept_T)
         ctx.set_materialize_grads(False)
         is_likeliest_T = above_T >= 0
         ctx.mark_non_differentiable(entropy_T, is_likeliest_T)
-        return logprobs_T, above_T - log_whole_T, entropy_T, is_likeliest_T
+        return logprobs_T, above_T - log_whole_U[sources_T], entropy_T, is_likeliest_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        inputs, weight_VD, column_T, is_local_T, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = (
-            ctx.saved_tensors
-        )
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (
+            inputs,
+            weight_VD,
+            column_T,
+            is_local_T,
+            sources_T,
+            normalizer_U,
+            untruncated_normalizer_U,
+            least_kept_U,
+            is_kept_T,
+        ) = ctx.saved_tensors
         columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
         gradients, distribution, (grad_T, untruncated_grad_T, *_) = (
             Gradients(columns, ctx.needs_input_grad),
@@ -277,27 +311,28 @@ class _Scores(torch.autograd.Function):
             grads,
         )
 
-        def by_logits(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
+        def by_logits(grad_T: Tensor, normalizer_U: Tensor, scaled: Tensor, chunk: slice, labels: slice) -> Tensor:
             """Labels' log-softmax gradient: 1 - probability for the label, -probability for others over temperature."""
-            scale = grad_T[chunk, None] / distribution.temperature
-            result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
-            return (
-                result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None])
-                if columns.num_real
-                else result
-            )
+            rows, scale = sources_T[labels] - chunk.start, grad_T[labels] / distribution.temperature
+            # Several labels of a row add up; accumulation by index_put is deterministic on GPUs, too.
+            row_scale = scale.new_zeros(len(scaled)).index_put_((rows,), scale, accumulate=True)
+            result = torch.sub(scaled, normalizer_U[chunk, None]).exp_().mul_(-row_scale[:, None])
+            if not columns.num_real:
+                return result
+            return result.index_put_((rows, column_T[labels]), scale * is_local_T[labels], accumulate=True)
 
-        for chunk in columns.chunks():
+        for chunk, labels in ctx.spans:
             scaled, grad = columns.logits(chunk), None
             if grad_T is not None:
-                grad = by_logits(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk)
+                kept_grad_T = torch.where(is_kept_T, grad_T, 0.0)
+                grad = by_logits(kept_grad_T, normalizer_U, scaled, chunk, labels)
                 if distribution.is_truncated:
-                    grad.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
+                    grad.masked_fill_(scaled < least_kept_U[chunk, None], 0.0)
             if untruncated_grad_T is not None:
-                untruncated = by_logits(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk)
+                untruncated = by_logits(untruncated_grad_T, untruncated_normalizer_U, scaled, chunk, labels)
                 grad = untruncated if grad is None else grad.add_(untruncated)
             gradients.add(chunk, torch.zeros_like(scaled) if grad is None else grad)
-        return gradients.inputs, gradients.weight(), None, None
+        return gradients.inputs, gradients.weight(), None, None, None
 
 
 def _local_max(scaled_TV: Tensor) -> Tensor:

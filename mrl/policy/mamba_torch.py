@@ -8,6 +8,8 @@ group, S state, M chunks, Q chunk length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,24 +51,116 @@ def mamba_split_conv1d_scan_combined(
         "MambaMixer passes headdim unless D has one value per channel, which nemotron_h does not"
     )
     batch, num_tokens, _ = zxbcdt.shape
-    num_heads = dt_bias.shape[0]
-    inner = num_heads * headdim
-    channels = conv1d_weight.shape[0]
-    z, xbcdt = zxbcdt.split([inner, channels + num_heads], dim=-1)
-    chunk = min(chunk_size, MAX_CHUNK)
+    inner = dt_bias.shape[0] * headdim
+    z, xbcdt = zxbcdt.split([inner, conv1d_weight.shape[0] + dt_bias.shape[0]], dim=-1)
     lengths_S = torch.full((batch,), num_tokens)
     if seq_idx is not None:
         assert batch == 1, "a packed row is a batch of one"
         lengths_S = torch.unique_consecutive(seq_idx[0], return_counts=True)[1]
-    layout = packed_layout(lengths_S, multiple=16, chunk=chunk)
-    outputs = []
-    for xbcdt_NLC in layout.unpack(xbcdt.flatten(0, 1).float()):
-        xbc_NLC, dt_NLH = xbcdt_NLC.split([channels, num_heads], dim=-1)
-        xbc_NLC = F.silu(_CausalConv.apply(xbc_NLC, conv1d_weight.float(), conv1d_bias.float()))
-        dt_NLH = F.softplus(dt_NLH + dt_bias.float()).clamp(*dt_limit)
-        outputs.append(_scan(xbc_NLC, dt_NLH, A.float(), D.float(), num_groups=ngroups, head_dim=headdim, chunk=chunk))
-    y = layout.pack(outputs).view(batch, num_tokens, inner)
+    mixer = Mixer(
+        conv1d_weight.float(),
+        conv1d_bias.float(),
+        dt_bias.float(),
+        A.float(),
+        D.float(),
+        num_groups=ngroups,
+        head_dim=headdim,
+        chunk=min(chunk_size, MAX_CHUNK),
+        dt_limit=dt_limit,
+    )
+    y = mixer.mix(xbcdt.flatten(0, 1).float(), lengths_S)[0].view(batch, num_tokens, inner)
     return (y * F.silu(z.float())).to(zxbcdt.dtype)
+
+
+@dataclass(frozen=True)
+class Carry:
+    """State of sequences at a token, from which others go on."""
+
+    inputs_SWC: Tensor
+    """The last inputs of the convolution, one less than its width; zeros before the first token."""
+    states_SGKPS: Tensor
+    """The state of the scan."""
+
+    def of(self, members: Tensor) -> Carry:
+        """The state of some of the sequences, as often as they are named; gradients add up."""
+        return Carry(self.inputs_SWC.index_select(0, members), self.states_SGKPS.index_select(0, members))
+
+    @classmethod
+    def join(cls, parts: Sequence[Carry]) -> Carry:
+        """The states of all sequences of the parts, in order."""
+        return cls(torch.cat([part.inputs_SWC for part in parts]), torch.cat([part.states_SGKPS for part in parts]))
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Weights and sizes of the convolution and the scan of a Mamba-2 layer; float32."""
+
+    conv_weight_CW: Tensor
+    conv_bias_C: Tensor
+    dt_bias_H: Tensor
+    A_H: Tensor
+    D_H: Tensor
+    num_groups: int
+    head_dim: int
+    chunk: int
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+    def mix(
+        self, xbcdt_TC: Tensor, lengths_S: Tensor, start: Carry | None = None, *, needs_end: bool = False
+    ) -> tuple[Tensor, Carry | None]:
+        """Outputs [T, H * P] of sequences of these lengths, and with `needs_end` their states behind the last tokens.
+
+        `start` are the states before their first tokens; None: zeros.
+        """
+        layout = packed_layout(lengths_S, multiple=16, chunk=self.chunk)
+        outputs: list[Tensor] = []
+        ends: list[Carry] = []
+        for bucket, xbcdt_NLC in zip(layout.buckets, layout.unpack(xbcdt_TC), strict=True):
+            carry = None if start is None else start.of(bucket.members)
+            lengths_N = lengths_S[bucket.members] if needs_end else None
+            output, end = self._mix_bucket(xbcdt_NLC, carry, lengths_N)
+            outputs.append(output)
+            ends += [] if end is None else [end]
+        end = None
+        if needs_end:
+            members = torch.cat([bucket.members for bucket in layout.buckets])
+            end = Carry.join(ends).of(members.argsort())
+        return layout.pack(outputs), end
+
+    def _mix_bucket(
+        self, xbcdt_NLC: Tensor, start: Carry | None, lengths_N: Tensor | None
+    ) -> tuple[Tensor, Carry | None]:
+        """Outputs of padded sequences, and their states after `lengths_N` tokens, if given."""
+        (channels, width), num_heads = self.conv_weight_CW.shape, len(self.dt_bias_H)
+        xbc_NLC, dt_NLH = xbcdt_NLC.split([channels, num_heads], dim=-1)
+        if start is not None:
+            xbc_NLC = torch.cat([start.inputs_SWC, xbc_NLC], dim=1)
+        mixed_NLC = F.silu(_CausalConv.apply(xbc_NLC, self.conv_weight_CW, self.conv_bias_C))
+        dt_NLH = F.softplus(dt_NLH + self.dt_bias_H).clamp(*self.dt_limit)
+        if start is not None:
+            mixed_NLC = mixed_NLC[:, width - 1 :]
+        if lengths_N is not None:
+            # Padding then leaves the state as it is.
+            is_token_NL = torch.arange(dt_NLH.shape[1], device=dt_NLH.device) < lengths_N[:, None]
+            dt_NLH = dt_NLH * is_token_NL.unsqueeze(-1)
+        y_NLC, states = _scan(
+            mixed_NLC,
+            dt_NLH,
+            self.A_H,
+            self.D_H,
+            num_groups=self.num_groups,
+            head_dim=self.head_dim,
+            chunk=self.chunk,
+            start=None if start is None else start.states_SGKPS,
+            needs_end=lengths_N is not None,
+        )
+        if lengths_N is None or states is None:
+            return y_NLC, None
+        if start is None:
+            xbc_NLC = F.pad(xbc_NLC, (0, 0, width - 1, 0))
+        last_NW = lengths_N[:, None] + torch.arange(width - 1, device=lengths_N.device)
+        inputs_NWC = xbc_NLC.gather(1, last_NW.unsqueeze(-1).expand(-1, -1, channels))
+        return y_NLC, Carry(inputs_NWC, states)
 
 
 class _CausalConv(torch.autograd.Function):
@@ -100,9 +194,22 @@ def _shifts(weight_CW: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def _scan(
-    xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_groups: int, head_dim: int, chunk: int
-) -> Tensor:
-    """State-space scan of padded sequences by chunks (arXiv:2405.21060, listing 1), [N, L, H * P]."""
+    xbc_NLC: Tensor,
+    dt_NLH: Tensor,
+    A_H: Tensor,
+    D_H: Tensor,
+    *,
+    num_groups: int,
+    head_dim: int,
+    chunk: int,
+    start: Tensor | None,
+    needs_end: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """State-space scan of padded sequences by chunks (arXiv:2405.21060, listing 1), [N, L, H * P].
+
+    `start` and the second value are states [N, G, K, P, S] before the first and after the last token; None: zeros, or
+    not needed.
+    """
     num, length, num_heads = dt_NLH.shape
     inner = num_heads * head_dim
     state_size = (xbc_NLC.shape[-1] - inner) // (2 * num_groups)
@@ -121,17 +228,23 @@ def _scan(
     decay_MGKQ = (dt_NLH * A_H).double().view(*chunked, num_groups, heads_per_group).permute(0, 2, 3, 1).cumsum(-1)
     weights_MGKQQ = _DecayBetween.apply(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
     y_MGKQP = weights_MGKQQ @ u_MGKQP
-    if num_chunks > 1:
+    end = None
+    if num_chunks > 1 or start is not None or needs_end:
         to_end_MGKQ = torch.exp(decay_MGKQ[..., -1:] - decay_MGKQ).float()
         states_MGKPS = (u_MGKQP * to_end_MGKQ.unsqueeze(-1)).transpose(-1, -2) @ B_MGQS.unsqueeze(2)
         states_NJ = states_MGKPS.unflatten(0, (num, -1))
         decay_NJ = decay_MGKQ[..., -1].unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
+        if start is not None:
+            # As the state of one more chunk, before the first.
+            states_NJ, decay_NJ = torch.cat([start.unsqueeze(1), states_NJ], dim=1), F.pad(decay_NJ, (1, 0))
         ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
-        entering_MGKPS = F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
+        end = ending[:, -1] if needs_end else None
+        entering = ending[:, :-1] if start is not None else F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0))
+        entering_MGKPS = entering.flatten(0, 1)
         reads_MGKQP = C_MGQS.unsqueeze(2) @ entering_MGKPS.transpose(-1, -2)
         y_MGKQP = y_MGKQP + torch.exp(decay_MGKQ).float().unsqueeze(-1) * reads_MGKQP
     y_NLHP = y_MGKQP.permute(0, 3, 1, 2, 4).reshape(num, length, num_heads, head_dim)
-    return (y_NLHP + x_NLHP * D_H.unsqueeze(-1)).flatten(2)
+    return (y_NLHP + x_NLHP * D_H.unsqueeze(-1)).flatten(2), end
 
 
 class _DecayBetween(torch.autograd.Function):

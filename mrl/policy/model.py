@@ -33,6 +33,7 @@ from mrl.policy.mtp import attach_mtp, prepare_mtp
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
+from mrl.policy.tree_layers import accept_trees
 from mrl.policy.versions import build_hybrid
 from mrl.policy.weights import table_name
 
@@ -83,6 +84,8 @@ def build_model(
         if not is_trained:
             chunk.requires_grad_(False)
         prepare_mtp(chunk, megatron, is_trained=trains_mtp)
+        if config.share_prefixes:
+            accept_trees(chunk, has_fused_attention=specs.HAVE_TE)
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
         if on_gpu():

@@ -37,7 +37,7 @@ from mrl.algo.losses import BatchSize
 from mrl.data.packing import PackedRow
 from mrl.gpus import on_gpu
 from mrl.policy import specs
-from mrl.policy.batch import router_positions
+from mrl.policy.batch import computed_positions, of_routers
 from mrl.policy.versions import IS_OLD, submodules_of
 
 if TYPE_CHECKING:
@@ -104,13 +104,27 @@ class RowTokens:
     """int64, index of each token's sequence in the row; `num_sequences` for padding."""
     num_sequences: int
     batch: BatchSize
+    sources_T: Tensor | None = None
+    """int64, which of the tokens that the routers see each of these is; None: they see each once. A token that
+    sequences share counts in each of them.
+    """
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the tokens of the row from those of the tokens that the routers see; gradients add up."""
+        # Indexing, not index_select: its backward pass is deterministic on GPUs.
+        return values if self.sources_T is None else values[self.sources_T]
 
 
 def row_tokens(row: PackedRow, batch: BatchSize, device: torch.device) -> RowTokens:
     sequences_T = torch.full_like(row.token_ids_T, len(row.lengths))
     for index, (start, length) in enumerate(zip(row.cu_seqlens.tolist(), row.lengths, strict=False)):
         sequences_T[start : start + length] = index
-    return RowTokens(sequences_T[router_positions(row)].to(device), len(row.lengths), batch)
+    if row.tree is None:
+        return RowTokens(of_routers(sequences_T[computed_positions(row)]).to(device), len(row.lengths), batch)
+    seen_U = of_routers(torch.arange(len(row.tree.positions_U)))
+    is_seen_T = (row.tree.tokens_T >= seen_U[0]) & (row.tree.tokens_T <= seen_U[-1]) & (sequences_T < len(row.lengths))
+    sources_T = row.tree.tokens_T[is_seen_T] - seen_U[0]
+    return RowTokens(sequences_T[is_seen_T].to(device), len(row.lengths), batch, sources_T.to(device))
 
 
 def show_row(chunk: nn.Module, tokens: RowTokens) -> None:
@@ -181,7 +195,7 @@ class PackedRouter(TopKRouter):
         # Megatron's own counts stay zero, so that its update of the biases moves nothing.
         if self.row is not None and torch.is_grad_enabled():
             is_token_T = self.row.sequences_T < self.row.num_sequences
-            self.tokens_E = self.tokens_E + (routing_map & is_token_T[:, None]).sum(dim=0)
+            self.tokens_E = self.tokens_E + (self.row.spread(routing_map) & is_token_T[:, None]).sum(dim=0)
 
     def _with_loss(
         self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor, *_: object, **__: object
@@ -192,6 +206,7 @@ class PackedRouter(TopKRouter):
             return probs
         row = self.row
         assert row is not None, "show_row comes before the forward pass"
+        scores_TE, is_chosen_TE = row.spread(scores_TE), row.spread(is_chosen_TE)
         per_sequence = kind == "seq_aux_loss"
         parts = row.num_sequences if per_sequence else 1
         part_T = row.sequences_T if per_sequence else (row.sequences_T == row.num_sequences).long()
@@ -291,9 +306,9 @@ class RouterReplay:
         """`expert_layers` are the indices of the layers with experts in the whole model, in the order of routes."""
         self._num_layers = len(expert_layers)
         self._layers: list[int] = []
-        self._current: tuple[Tensor, Tensor] | None = None
-        """Routes of the microbatch for this rank's tokens and layers: expert ids [L, T, K], and a mask [T] of tokens
-        with routes.
+        self._current: tuple[Tensor, Tensor, Tensor] | None = None
+        """Routes of the microbatch for this rank's tokens and layers: expert ids [L, T, K], a mask [T] of tokens with
+        routes, and how many of the row's tokens with routes each is.
         """
         self._is_counting = False
         for chunk in unwrap_model(list(chunks)):
@@ -329,10 +344,13 @@ class RouterReplay:
         if row.routes is None:
             self._current = None
             return
-        positions_T = router_positions(row)
+        positions_T = of_routers(computed_positions(row))
         expert_ids_LTK = row.routes.expert_ids_TLK[positions_T][:, self._layers].transpose(0, 1).contiguous()
         device = self._counts_L2.device
-        self._current = expert_ids_LTK.to(device), row.routes.is_known_T[positions_T].to(device)
+        is_known_T = row.routes.is_known_T[positions_T]
+        # A token that sequences share counts in each of them.
+        counts_T = is_known_T.long() if row.tree is None else is_known_T * of_routers(row.tree.counts_U)
+        self._current = expert_ids_LTK.to(device), is_known_T.to(device), counts_T.to(device)
 
     def enter_again_in_backward(self, output: Tensor) -> None:
         """Makes the backward pass of `output`, the current microbatch's result, enter that microbatch once more."""
@@ -384,12 +402,12 @@ class RouterReplay:
         own_scores_TK, own_ids_TK = best_first(scores_TE, topk, num_groups, group_topk, own_choice)
         if self._current is None:
             return own_scores_TK, own_ids_TK
-        expert_ids_LTK, is_known_T = self._current
+        expert_ids_LTK, is_known_T, counts_T = self._current
         known_T1 = is_known_T[:, None]
         ids_TK = torch.where(known_T1, expert_ids_LTK[index].long(), own_ids_TK)
         if self._is_counting:
             differs_T = (ids_TK.sort(dim=1).values != own_ids_TK.sort(dim=1).values).any(dim=1)
-            self._counts_L2[index] += torch.stack([differs_T.sum(), known_T1.sum()])
+            self._counts_L2[index] += torch.stack([(differs_T * counts_T).sum(), counts_T.sum()])
         # In topk's order, so that the same choice gives the same sums, whatever the engine's order.
         scores_TK, order_TK = scores_TE.gather(1, ids_TK).sort(dim=1, descending=True, stable=True)
         return scores_TK, ids_TK.gather(1, order_TK)

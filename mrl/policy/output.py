@@ -57,7 +57,11 @@ def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution:
     Only on ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the
     same order.
     """
-    return scores_of(output_columns(model, output, distribution), row.labels_T[own_positions(row)].to(output.device))
+    return scores_of(
+        output_columns(model, output, distribution),
+        row.labels_T[own_positions(row)].to(output.device),
+        None if row.tree is None else row.tree.tokens_T.to(output.device),
+    )
 
 
 def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribution) -> OutputColumns:

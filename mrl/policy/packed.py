@@ -29,6 +29,8 @@ class Bucket:
     start: int
     num_sequences: int
     length: int
+    members: Tensor
+    """int64 [num_sequences], which of the sequences these are."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def packed_layout(lengths_S: Tensor, *, multiple: int, chunk: int) -> PackedLayo
     for length in sorted(set(padded_S.tolist()) - {0}):
         members = (padded_S == length).nonzero().flatten()
         first_slot_S[members] = num_slots + length * torch.arange(len(members), device=members.device)
-        buckets.append(Bucket(num_slots, len(members), length))
+        buckets.append(Bucket(num_slots, len(members), length, members))
         num_slots += len(members) * length
     first_token_S = lengths_S.cumsum(0) - lengths_S
     shift_T = (first_slot_S - first_token_S).repeat_interleave(lengths_S)

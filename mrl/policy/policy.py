@@ -29,6 +29,7 @@ from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
+from mrl.data.prefixes import prefix_tree
 from mrl.gpus import check_device, on_gpu
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
@@ -116,6 +117,7 @@ class PolicyRank:
         num_passes = config.num_scheduled_steps_of(model)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=num_passes)
         self._state = TrainState(self._chunks, optimizer, scheduler)
+        self._shares_prefixes = config.policy.share_prefixes
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
             {},
@@ -470,7 +472,13 @@ class PolicyRank:
         parallel.shutdown()
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage."""
+        """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage.
+
+        Rows get their trees if the policy shares prefixes.
+        """
+        if self._shares_prefixes:
+            for row in rows:
+                row.tree = row.tree or prefix_tree(row, divisible_by=self._config.policy.row_multiple)
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _objective(self, batch: RankBatch) -> Objective:

@@ -38,6 +38,8 @@ from torch import Tensor, nn
 from mrl.kernels import are_used
 from mrl.policy import versions
 from mrl.policy.packed import packed_attention, zigzag_attention
+from mrl.policy.tree_layers import TreeParams
+from mrl.policy.trees import tree_attention
 
 HAVE_TE = are_used("transformer_engine", is_imported=IS_TE_IMPORTED)
 """True if this process builds Transformer Engine's layers, and false if it builds Megatron's own."""
@@ -169,6 +171,8 @@ class PackedCoreAttention(MegatronModule):
         Collective over the cp group.
         """
         assert packed_seq_params is not None, "packed rows are the only batch format"
+        if isinstance(packed_seq_params, TreeParams):
+            return tree_attention(query, key, value, packed_seq_params.nodes, scale=self.softmax_scale)
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:
             return packed_attention(query, key, value, cu_seqlens, scale=self.softmax_scale)

@@ -24,7 +24,14 @@ from mrl.algo.balance import balance_metrics
 from mrl.algo.losses import LOSS, BatchSize
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.data.packing import PackedRow, split_teacher
-from mrl.policy.batch import answers_for_rows, combine, own_positions, packed_params, share_from_last_stage, whole_row
+from mrl.policy.batch import (
+    answers_for_rows,
+    combine,
+    computed_positions,
+    packed_params,
+    share_from_last_stage,
+    whole_row,
+)
 from mrl.policy.distillation import top_logits
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import RouterReplay, row_tokens, show_row, take_routing, update_expert_biases
@@ -200,7 +207,7 @@ def _forward_only(
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
     """Runs the model on this rank's tokens: its last chunk returns input of `token_scores`, any other hidden states."""
     device = next(model.parameters()).device
-    local = own_positions(row)
+    local = computed_positions(row)
     # The logprob computation makes its own float32 copies of the logits, in parts.
     keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
     if replay is not None:

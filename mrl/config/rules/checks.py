@@ -177,6 +177,7 @@ RULES: dict[str, Check] = {
     "early stop": algorithms.check_early_stop,
     "arguments of libraries": check_arguments,
     "rows": training.check_rows,
+    "shared prefixes": training.check_prefixes,
     "optimizer": training.check_optimizer,
     "log-probabilities": training.check_logprobs,
     "ports": layout.check_ports,

@@ -28,6 +28,24 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
         problems.add("policy.dynamic_batching.enabled", rule, "set one of them to false")
 
 
+def check_prefixes(config: RunConfig, problems: Problems) -> None:
+    """Checks that rows may be trees: what sequences have in common is then computed once."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not policy.share_prefixes:
+        return
+    for other, value, right in (
+        ("algorithm", config.algorithm, "grpo"),
+        ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, True),
+        (f"{_MEGATRON}.context_parallel_size", megatron.context_parallel_size, 1),
+        (f"{_MEGATRON}.mtp_num_layers", megatron.mtp_num_layers if config.mtp_steps else 0, 0),
+        (f"{_MEGATRON}.peft.dropout", megatron.peft.dropout if megatron.peft.enabled else 0, 0),
+    ):
+        if value != right:
+            rule = f"policy.share_prefixes=true goes only with {other}={spell(right)}, not {spell(value)}"
+            way_out = f"set policy.share_prefixes=false, or {other}={spell(right)}"
+            problems.add("policy.share_prefixes", rule, way_out, others=[other])
+
+
 def doubt_rows(config: RunConfig, problems: Problems) -> None:
     """Warns if the longest sequence does not fit a row: as in NeMo RL, the run starts, and ends at the first such."""
     policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching

@@ -134,6 +134,10 @@ class PolicyConfig:
     """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes), for two rounds at a time. Smaller =
     more rounds.
     """
+    share_prefixes: bool = False
+    """Compute a beginning that sequences of a packed row have in common once, as the prompt of a group, with the same
+    result; row lengths then count it once.
+    """
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)

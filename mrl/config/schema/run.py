@@ -216,10 +216,14 @@ class RunConfig:
             return self
         seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
-        # Only the policy trains MTP layers, and engines choose experts only for the policy.
+        # Only the policy trains MTP layers and shares prefixes, and engines choose experts only for the policy.
         megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
         seen.policy = dataclasses.replace(
-            section, generation=generation, megatron_cfg=megatron, router_replay=RouterReplayConfig()
+            section,
+            generation=generation,
+            megatron_cfg=megatron,
+            router_replay=RouterReplayConfig(),
+            share_prefixes=False,
         )
         return seen
 
