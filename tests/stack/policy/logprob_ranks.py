@@ -29,6 +29,8 @@ class Case:
     top_p: float = 1.0
     chunk_tokens: int | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
+    is_shared: bool = False
+    """Some tokens predict several labels, or none, and the labels are in any order."""
 
     def distribution(self) -> TokenDistribution:
         from mrl.policy.logprobs import TokenDistribution
@@ -44,6 +46,7 @@ class Inputs:
     weight: torch.Tensor
     labels: torch.Tensor
     token_weights: torch.Tensor
+    sources: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ def inputs(case: Case) -> Inputs:
     weight[case.vocab_size :] = 4.0
     labels = torch.randint(0, case.vocab_size, (NUM_TOKENS,), generator=generator)
     labels[::2] = (hidden @ weight[: case.vocab_size].t()).argmax(dim=-1)[::2]
-    return Inputs(hidden.to(dtype), weight.to(dtype), labels, torch.randn(2, NUM_TOKENS, generator=generator))
+    token_weights, sources = torch.randn(2, NUM_TOKENS, generator=generator), None
+    if case.is_shared:
+        sources = torch.randint(0, NUM_TOKENS, (NUM_TOKENS,), generator=generator)
+    return Inputs(hidden.to(dtype), weight.to(dtype), labels, token_weights, sources)
 
 
 def results(rank: Rank, cases: list[Case]) -> list[Result]:
@@ -86,7 +92,8 @@ def _result(rank: Rank, case: Case) -> Result:
     weight = given.weight[rank.rank * columns :][:columns].clone().requires_grad_()
     logits = hidden @ weight.t()
     given_to = (logits, None) if case.chunk_tokens is None else (hidden, weight)
-    scores = scores_of(OutputColumns(*given_to, case.distribution(), group, case.chunk_tokens or 7), given.labels)
+    output = OutputColumns(*given_to, case.distribution(), group, case.chunk_tokens or 7)
+    scores = scores_of(output, given.labels, given.sources)
     first, second = given.token_weights
     # A log-probability of -inf times a weight is not a loss; the product's gradient still reaches the operator.
     drawable = torch.where(torch.isneginf(scores.logprobs_T), 0.0, scores.logprobs_T)

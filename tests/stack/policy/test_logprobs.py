@@ -28,7 +28,8 @@ TRUNCATED = [
     Case(vocab_size=200, top_k=1),
     Case(top_k=400, top_p=0.999),
 ]
-CASES = [replace(case, chunk_tokens=chunk) for case in PLAIN + TRUNCATED for chunk in (None, 11)]
+SHARED = [replace(case, is_shared=True) for case in (PLAIN[1], TRUNCATED[2])]
+CASES = [replace(case, chunk_tokens=chunk) for case in PLAIN + TRUNCATED + SHARED for chunk in (None, 11)]
 BFLOAT16 = [Case(precision="bfloat16", chunk_tokens=chunk) for chunk in (None, 11)]
 
 
@@ -59,7 +60,8 @@ def expected(case: Case, logits: torch.Tensor) -> tuple[dict[str, np.ndarray], n
 
     given = inputs(case)
     logits = logits.requires_grad_()
-    scaled = logits[:, : case.vocab_size] / case.temperature
+    sources = torch.arange(len(logits)) if given.sources is None else given.sources
+    scaled = logits[sources, : case.vocab_size] / case.temperature
     top_k = torch.full((len(logits),), min(case.top_k or case.vocab_size, case.vocab_size))
     kept = apply_top_k_top_p_pytorch(
         scaled.detach().clone(), top_k, torch.full((len(logits),), case.top_p, dtype=torch.float64)
