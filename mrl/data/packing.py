@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mrl.types import TeacherTokens, TokenSample, TrainSequence
-
-if TYPE_CHECKING:
-    from mrl.data.prefixes import PrefixTree
 
 MAX_SAMPLED_TOKENS = 4096
 """Limit for a sequence that is kept for readers, so that a step's texts stay small."""
@@ -40,6 +36,51 @@ class PackedRoutes:
     """bool, False at tokens that the engine never saw: the last one of each sequence, and padding. The router chooses
     for them.
     """
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The U tokens of a row without repetition, level by level.
+
+    A node is a run of tokens that all its sequences have after its parent's. A path is the tokens of a node and of all
+    nodes above it, from the first of a sequence.
+    """
+
+    positions_U: torch.Tensor
+    """int64, position in the row of each token, in the first of its sequences; 0 for padding."""
+    tokens_T: torch.Tensor
+    """int64, the tree's token at each position of the row; 0 for padding."""
+    lengths: tuple[int, ...]
+    """Tokens of each node, level by level; padding is the last node, a level of its own."""
+    parents: tuple[int, ...]
+    """Node above each node; -1 without one."""
+    counts: tuple[int, ...]
+    """Sequences that have each node; 0 for padding."""
+    levels: tuple[range, ...]
+    """Nodes of each level. Parents are in earlier levels; nodes of a level have all a parent, or none has."""
+
+    @property
+    def counts_U(self) -> torch.Tensor:
+        """Number of tokens of the row that each stands for, int64."""
+        return torch.tensor(self.counts).repeat_interleave(torch.tensor(self.lengths))
+
+    @property
+    def starts(self) -> list[int]:
+        """The first token of each node, and at last U."""
+        return [0, *np.cumsum(self.lengths).tolist()]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to this one, or none for -1."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def path_tokens(self, node: int) -> torch.Tensor:
+        """The tokens of a path, int64, those of the node included; empty for -1."""
+        starts, nodes = self.starts, self.path(node)
+        return torch.cat([torch.arange(0), *[torch.arange(starts[index], starts[index + 1]) for index in nodes]])
 
 
 @dataclass

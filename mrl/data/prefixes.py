@@ -7,63 +7,21 @@ T tokens of a row, U tokens of its tree, which has them level by level.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from mrl.data.packing import PackedRow, padded_length
-
-if TYPE_CHECKING:
-    pass
+from mrl.data.packing import PackedRow, PrefixTree, padded_length
 
 # A shorter prefix costs more in calls of kernels than it saves in tokens.
 MIN_SAVED_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class PrefixTree:
-    """The tokens of a row without repetition. A node is a run of tokens that all its sequences have after its parent's.
-
-    A path is the tokens of a node and of all nodes above it, from the first of a sequence.
-    """
-
-    positions_U: torch.Tensor
-    """int64, position in the row of each token, in the first of its sequences; 0 for padding."""
-    tokens_T: torch.Tensor
-    """int64, the tree's token at each position of the row; 0 for padding."""
-    lengths: tuple[int, ...]
-    """Tokens of each node, level by level; padding is the last node, a level of its own."""
-    parents: tuple[int, ...]
-    """Node above each node; -1 without one."""
-    counts: tuple[int, ...]
-    """Sequences that have each node; 0 for padding."""
-    levels: tuple[range, ...]
-    """Nodes of each level. Parents are in earlier levels; nodes of a level have all a parent, or none has."""
-
-    @property
-    def counts_U(self) -> torch.Tensor:
-        """How many tokens of the row each is, int64."""
-        return torch.tensor(self.counts).repeat_interleave(torch.tensor(self.lengths))
-
-    @property
-    def starts(self) -> list[int]:
-        """The first token of each node, and at last U."""
-        return [0, *np.cumsum(self.lengths).tolist()]
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root to this one, or none for -1."""
-        nodes: list[int] = []
-        while node >= 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
-
-    def path_tokens(self, node: int) -> torch.Tensor:
-        """The tokens of a path, int64, those of the node included; empty for -1."""
-        starts, nodes = self.starts, self.path(node)
-        return torch.cat([torch.arange(0), *[torch.arange(starts[index], starts[index + 1]) for index in nodes]])
+def add_trees(rows: Iterable[PackedRow], *, divisible_by: int) -> None:
+    """Gives rows without a tree theirs; see `prefix_tree`."""
+    for row in rows:
+        row.tree = row.tree or prefix_tree(row, divisible_by=divisible_by)
 
 
 def prefix_tree(row: PackedRow, *, divisible_by: int) -> PrefixTree | None:

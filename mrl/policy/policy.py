@@ -29,7 +29,7 @@ from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
-from mrl.data.prefixes import prefix_tree
+from mrl.data.prefixes import add_trees
 from mrl.gpus import check_device, on_gpu
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
@@ -84,8 +84,7 @@ class PolicyRank:
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
         self._role = role_for(model)
-        self._timeout_s = timeout_s
-        self._rank = rank
+        self._timeout_s, self._rank = timeout_s, rank
         self.megatron = parallel.initialize(
             config.policy.megatron_cfg,
             rank=rank,
@@ -117,7 +116,6 @@ class PolicyRank:
         num_passes = config.num_scheduled_steps_of(model)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=num_passes)
         self._state = TrainState(self._chunks, optimizer, scheduler)
-        self._shares_prefixes = config.policy.share_prefixes
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
             {},
@@ -313,8 +311,7 @@ class PolicyRank:
     ) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
 
-        A further batch is the next of the same step. `logprob_rows` hold the same sequences in other rows, for the
-        logprob passes.
+        A further batch is the next of the same step. `logprob_rows` hold the same sequences, for the logprob passes.
         """
         if self._replay is not None:
             self._replay.check(rows)
@@ -472,13 +469,9 @@ class PolicyRank:
         parallel.shutdown()
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage.
-
-        Rows get their trees if the policy shares prefixes.
-        """
-        if self._shares_prefixes:
-            for row in rows:
-                row.tree = row.tree or prefix_tree(row, divisible_by=self._config.policy.row_multiple)
+        """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage."""
+        if self._config.policy.share_prefixes:
+            add_trees(rows, divisible_by=self._config.policy.row_multiple)
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _objective(self, batch: RankBatch) -> Objective:

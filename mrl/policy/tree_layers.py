@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from mrl.policy.trees import tree_mix
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mrl.data.prefixes import PrefixTree
+    from mrl.data.packing import PrefixTree
 
 
 @dataclass
@@ -82,8 +82,7 @@ def _look_up_rotary(
     params, rotary = named.get("packed_seq_params"), named.get("rotary_pos_emb")
     if not isinstance(params, TreeParams) or rotary is None:
         return arguments, dict(named)
-    assert isinstance(rotary, Tensor), rotary
-    return arguments, {**named, "rotary_pos_emb": rotary.index_select(0, params.depths_U)}
+    return arguments, {**named, "rotary_pos_emb": cast("Tensor", rotary).index_select(0, params.depths_U)}
 
 
 def _gather_paths(
@@ -127,7 +126,7 @@ def _accept_states(mixer: MambaMixer) -> None:
 
 
 def _mamba(mixer: MambaMixer, zxbcdt_U1C: Tensor, tree: PrefixTree) -> Tensor:
-    """As `MambaMixer._ssm_training`, [U, 1, H * D]: convolution, scan, gate and norm, before the output projection."""
+    """Convolution, scan, gate and norm, as in `MambaMixer._ssm_training`, [U, 1, H * D], before the output projection."""
     parts = mixer.cp
     D = parts.get_D().float()
     weights = Mixer(

@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.policy.packed import Bucket, PackedLayout
 
 if TYPE_CHECKING:
-    from mrl.data.prefixes import PrefixTree
+    from mrl.data.packing import PrefixTree
     from mrl.policy.mamba_torch import Mixer
 
 

@@ -6,13 +6,15 @@ Usage: python -m scripts.bench.prefix [--no-record] [--repeats 3] [--model nemot
 Groups of 16 rollouts, prompt to reply 1:1, 4:1 and 16:1, on one rank with one thread. Bare: Megatron's forward passes
 over packed rows of whole rollouts, then its forward, backward and optimizer step. mrl: `compute_old_logprobs` and
 GRPO's `train_step` over the same rollouts with `policy.share_prefixes=true`. Same process, weights, row lengths and
-optimizer, in turns. Activations are the bytes that autograd keeps for the backward passes of all rows.
+optimizer, in turns. Seconds are those of the processor, which a busy host changes little. Activations are the bytes
+that autograd keeps for the backward passes of all rows.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from mrl.data.planning import sequence_cost
 from mrl.policy.policy import PolicyRank
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence
 from scripts.bench.shapes import WIDER
-from scripts.bench.trainer import bare_pass, bare_step, timed
+from scripts.bench.trainer import bare_pass, bare_step
 from scripts.bench.turns import bench_parser, lowest_to_highest, median, report, take_turns
 from tests.long.record import Row
 from tests.models import save_model
@@ -127,6 +129,13 @@ def rollouts(case: Case) -> list[TrainSequence]:
             rollout = Rollout(request, 1, tokens, logprobs, "length")
             sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
     return sequences
+
+
+def timed(way: Callable[[PolicyRank, list[PackedRow]], None], policy: PolicyRank, rows: list[PackedRow]) -> float:
+    """Processor seconds of an update."""
+    started = time.process_time()
+    way(policy, rows)
+    return time.process_time() - started
 
 
 def our_update(policy: PolicyRank, rows: list[PackedRow]) -> None:

@@ -25,7 +25,7 @@ class Measured:
     """Measurements of one rank."""
 
     metrics: list[dict[str, float]]
-    """Those of every step."""
+    """Metrics of every step."""
     logprobs: dict[str, dict[int, np.ndarray]]
     """Old and reference logprobs of the first step by rollout, of all its generated tokens; empty on all but the last
     pipeline stage.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mrl.data import prefixes
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow, PrefixTree, pack_row
 from mrl.data.planning import Unit, prompt_units
 from mrl.data.prefixes import prefix_tree
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams
@@ -39,7 +39,7 @@ def shares_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MIN_SAVED_TOKENS", 1)
 
 
-def assert_holds(given: PackedRow, *, divisible_by: int = 1) -> prefixes.PrefixTree:
+def assert_holds(given: PackedRow, *, divisible_by: int = 1) -> PrefixTree:
     """Every token of a sequence lies on the path of its last token, in order, and every token is one of the row's."""
     tree = prefix_tree(given, divisible_by=divisible_by)
     assert tree is not None and len(tree.positions_U) % divisible_by == 0

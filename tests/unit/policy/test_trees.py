@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mrl.data.prefixes import PrefixTree
+from mrl.data.packing import PrefixTree
 from mrl.policy.mamba_torch import Mixer
 from mrl.policy.trees import tree_attention, tree_mix
 from tests.unit.policy.test_mamba_torch import CHANNELS, GROUPS, HEAD_DIM, HEADS, INNER, WIDTH, recurrence, relative
@@ -23,7 +23,9 @@ def test_attention_reads_the_whole_path():
     torch.manual_seed(0)
     ours = [torch.randn(NUM_TOKENS, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    output, weights = tree_attention(*ours, TREE, scale=0.5), torch.randn(NUM_TOKENS, 4, 8, dtype=torch.float64)
+    query, key, value = ours
+    output = tree_attention(query, key, value, TREE, scale=0.5)
+    weights = torch.randn_like(output)
     expected = torch.zeros_like(output)
     for node, length in enumerate(LENGTHS):
         tokens = TREE.path_tokens(node)
