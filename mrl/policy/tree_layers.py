@@ -126,7 +126,7 @@ def _accept_states(mixer: MambaMixer) -> None:
 
 
 def _mamba(mixer: MambaMixer, zxbcdt_U1C: Tensor, tree: PrefixTree) -> Tensor:
-    """Convolution, scan, gate and norm, as in `MambaMixer._ssm_training`, [U, 1, H * D], before the output projection."""
+    """Convolution, scan, gate and norm of `MambaMixer`, [U, 1, H * D], before the output projection."""
     parts = mixer.cp
     D = parts.get_D().float()
     weights = Mixer(
