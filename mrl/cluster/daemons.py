@@ -123,8 +123,20 @@ HARMS = (
 """Variables that Python reads in every process of a run. Others were tried, and do no harm."""
 
 
+CPU_ENGINES = "lscpu"
+PROGRAMS = {
+    "bash": "Ray starts each process of a run by",
+    CPU_ENGINES: "an engine without GPUs reads the host's cores by",
+}
+"""Programs that a start looks for in PATH. Tried: a run on CPUs needs no others."""
+
+
 def find_obstacles(
-    *, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES, on_gpus: bool = False
+    *,
+    num_slots: int = 1,
+    store_bytes: int = OBJECT_STORE_BYTES,
+    on_gpus: bool = False,
+    has_engines: bool = True,
 ) -> list[Obstacle]:
     """Everything on this host that keeps Ray's daemons, or a run of so many slots, from starting."""
     found = [obstacle for need in needs(store_bytes, on_gpus=on_gpus) if (obstacle := _too_low(need))]
@@ -139,9 +151,11 @@ def find_obstacles(
             "limit of processes"
         )
         found.append(Obstacle(f"limit of processes (ulimit -u, pids.max) leaves {free:,} threads", reason, way_out))
-    if shutil.which("bash") is None:
-        reason = "Ray starts each process of a run by bash, which is in none of these folders"
-        found.append(Obstacle(f"PATH={os.environ.get('PATH', '')}", reason, "add that of bash, mostly /usr/bin:/bin"))
+    for program, does in PROGRAMS.items():
+        if shutil.which(program) is None and (program != CPU_ENGINES or (has_engines and not on_gpus)):
+            reason = f"{does} {program}, which is in none of these folders"
+            way_out = f"add that of {program}, mostly /usr/bin:/bin, or install it"
+            found.append(Obstacle(f"PATH={os.environ.get('PATH', '')}", reason, way_out))
     if error := _loopback_error():
         way_out = "as root: ip link set lo up; else start the container or namespace with a loopback interface"
         found.append(
@@ -156,7 +170,13 @@ def obstacles_of(config: RunConfig) -> list[str]:
         return []
     store_bytes, on_gpus = OBJECT_STORE_BYTES + config.teacher_bytes, config.cluster.gpus_per_node > 0
     return [
-        str(found) for found in find_obstacles(num_slots=config.num_slots, store_bytes=store_bytes, on_gpus=on_gpus)
+        str(found)
+        for found in find_obstacles(
+            num_slots=config.num_slots,
+            store_bytes=store_bytes,
+            on_gpus=on_gpus,
+            has_engines=config.has_engines,
+        )
     ]
 
 

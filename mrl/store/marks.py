@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,13 @@ _OVERWRITTEN = (
     "report.html",
     "refit.json",
 )
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|distcp|pt|pth|ckpt|msgpack|nemo)|pytorch_model.*\.bin|_CHECKPOINT_METADATA|manifest\.ocdbt",
+    re.IGNORECASE,
+)
+"""Files that trainers keep weights in."""
+_SHARD_OF_MODEL = re.compile(r"-[0-9]+-of-[0-9]+\.")
+MAX_ENTRIES = 1000
 _TRACKERS = ("latest_checkpointed_iteration.txt", "trainer_state.json")
 _RUN_STATE = {"step", "weight_version", "metrics"}
 
@@ -217,7 +225,7 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
         said.append("its checkpoints are of several runs, and nothing says whose this folder is")
     if not _is_run_folder(folder):
         names += [
-            path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path.name)
+            path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path)
         ]
     if names:
         said.insert(0, f"mrl did not write {listed(sorted(set(names)))}")
@@ -238,12 +246,38 @@ def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
     return [(path, find_mark(path)) for path in paths]
 
 
-def _is_of_others(name: str) -> bool:
-    return (
-        name in _OVERWRITTEN
-        or name in _TRACKERS
-        or (_NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name))
-    )
+def _is_of_others(path: Path) -> bool:
+    name = path.name
+    is_named_so = _NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name)
+    return name in _OVERWRITTEN or name in _TRACKERS or is_named_so or _is_saved(path)
+
+
+def _is_saved(path: Path, *, depth: int = 2) -> bool:
+    """True for weights under a name with a number, or in a folder of such a name; one folder deep, too.
+
+    So OpenRLHF (_actor/global_step50), Orbax (100), NeMo (...-epoch=1-consumed_samples=100), Composer (ep0-ba50-rank0.pt)
+    name saves. The weights of a model, whose name may have a number, too, stand beside its config.json or tokenizer.
+    """
+    if re.search(r"[0-9]", path.name) and not _SHARD_OF_MODEL.search(path.name) and not _is_model(path):
+        return _holds_weights(path)
+    return depth > 1 and path.is_dir() and any(_is_saved(inner, depth=depth - 1) for inner in _entries(path))
+
+
+def _is_model(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _holds_weights(path: Path, *, depth: int = 4) -> bool:
+    if _WEIGHTS.fullmatch(path.name) is not None:
+        return True
+    return depth > 0 and path.is_dir() and any(_holds_weights(inner, depth=depth - 1) for inner in _entries(path))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Entries of a folder, the first of very many; none of one that this user may not read."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in itertools.islice(entries, MAX_ENTRIES)]
+    return []
 
 
 def _is_run_folder(folder: Path) -> bool:

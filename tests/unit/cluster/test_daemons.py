@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.daemons import MIB, last_words
+from mrl.cluster.daemons import CPU_ENGINES, MIB, PROGRAMS, last_words
 from tests.sources import ROOT
 from tests.waiting import HANG_S, wait_until
 
@@ -71,11 +71,17 @@ def test_a_variable_that_ends_every_child_is_named(setting: str):
     assert line.startswith(f"{setting}: ") and "unset it" in line
 
 
-def test_a_path_without_the_shell_that_ray_starts_processes_by_is_named(tmp_path: Path):
-    (line,) = found({"PATH": str(tmp_path)})
-    assert line.startswith(f"PATH={tmp_path}: Ray starts each process of a run by bash") and "/usr/bin:/bin" in line
-    (tmp_path / "bash").symlink_to(Path(shutil.which("bash") or "").resolve())
+def test_a_path_without_the_programs_that_start_processes_is_named(tmp_path: Path):
+    lines = found({"PATH": str(tmp_path)})
+    assert [line.startswith(f"PATH={tmp_path}: ") for line in lines] == [True, True]
+    assert "Ray starts each process of a run by bash" in lines[0] and "cores by lscpu" in lines[1]
+    for program in PROGRAMS:
+        (tmp_path / program).symlink_to(Path(shutil.which(program) or "").resolve())
     assert found({"PATH": str(tmp_path)}) == [""]
+    # Nothing of a run without engines asks for the cores.
+    (tmp_path / CPU_ENGINES).unlink()
+    ask = ASK.replace("find_obstacles()", "find_obstacles(has_engines=False)")
+    assert found({"PATH": str(tmp_path)}, ask=ask) == [""]
 
 
 def test_gpus_need_all_addresses():

@@ -103,6 +103,12 @@ OTHERS = {
     "step-100": holding("step-100/.metadata"),
     "epoch=3-step=100.ckpt": holding("epoch=3-step=100.ckpt"),
     "global_step100": holding("global_step100/mp_rank_00_model_states.pt"),
+    # Named by their weights: OpenRLHF, Orbax, NeMo, Composer, ms-swift.
+    "_actor": holding("_actor/global_step50/mp_rank_00_model_states.pt"),
+    "100": holding("100/default/manifest.ocdbt"),
+    "default--loss=0.5-epoch=1-samples=9-last": holding("default--loss=0.5-epoch=1-samples=9-last/weights/__0_0.distcp"),
+    "ep0-ba50-rank0.pt": holding("ep0-ba50-rank0.pt"),
+    "v0-20260102-101010": holding("v0-20260102-101010/checkpoint-50/model.safetensors"),
     "step_7": holding("step_7/COMPLETE"),
     "config.yaml": holding("config.yaml"),
     "metrics.jsonl": holding("metrics.jsonl"),
@@ -136,6 +142,35 @@ def test_what_mrl_has_not_marked_is_never_removed(folder: Path):
     assert len(kept) == 5 and kept.items() <= content(folder).items()
 
 
+def test_models_logs_and_notes_are_in_nobodys_way(tmp_path: Path):
+    for name in (
+        "model/config.json", "run/Qwen3-4B/config.json", "run/Qwen3-4B/model-00001-of-00002.safetensors",
+        "run/model/model.safetensors", "run/slurm-123.out", "run/logs/2026-11-28/rank0.log", "run/notes_2026/plan.md",
+        "run/train_01.bin",
+    ):  # fmt: skip
+        holding(name)(tmp_path)
+    before = content(tmp_path / "run")
+    assert_goes_on(tmp_path / "run", 1)
+    assert before.items() <= content(tmp_path / "run").items()
+
+
+def linked_twice(folder: Path) -> None:
+    (folder / "step_9").symlink_to("step_1")
+
+
+def hard_linked(folder: Path) -> None:
+    shutil.copytree(folder / "step_1", folder / "step_9", copy_function=os.link)
+
+
+def test_a_checkpoint_that_was_moved_away_and_linked_is_the_runs_own(folder: Path, tmp_path: Path):
+    (archive := tmp_path / "archive").mkdir()
+    shutil.move(folder / "step_2", archive)
+    (folder / "step_2").symlink_to(archive / "step_2")
+    before = content(archive)
+    assert_goes_on(folder, 3)
+    assert content(archive) == before
+
+
 def copied(folder: Path) -> None:
     shutil.copytree(folder / "step_1", folder / "step_9")
 
@@ -153,6 +188,8 @@ def unrenamed(folder: Path) -> None:
     ("make", "said", "mend"),
     [
         (copied, "step_9 is the checkpoint of step 1", lambda folder: shutil.rmtree(folder / "step_9")),
+        (linked_twice, "step_9 is the checkpoint of step 1", lambda folder: (folder / "step_9").unlink()),
+        (hard_linked, "step_9 is the checkpoint of step 1", lambda folder: shutil.rmtree(folder / "step_9")),
         (renamed, "step_5 is the checkpoint of step 2, copied or renamed: give it the name step_2", unrenamed),
     ],
 )
