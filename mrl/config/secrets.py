@@ -71,7 +71,26 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"(?<![\w/.:@-])(?!mailto:)[A-Za-z][\w.+-]{0,60}:[^\s/@:]{3,200}@(?!sha256:)(?=[\w-]+[.:/])"),
         f"{REDACTED}@",
     ),
-    (re.compile(r"\b(hooks\.slack\.com|discord(?:app)?\.com/api/webhooks)/\S+"), rf"\1/{REDACTED}"),
+    # Addresses that are a secret as a whole: who knows them may post there.
+    (
+        re.compile(
+            r"\b(hooks\.[\w.-]{1,60}|chat\.googleapis\.com|api\.telegram\.org|https?://[^\s/]{1,100}(?:/[\w-]{1,40}){0,4}?/webhook\w{0,3})/"
+            r"[^\s\"']{8,}",
+            re.IGNORECASE,
+        ),
+        rf"\1/{REDACTED}",
+    ),
+    (re.compile(r"\b(discord(?:app)?\.com/api/webhooks)/\S+"), rf"\1/{REDACTED}"),
+    # Options and lines of commands: --password X, curl -u user:X, sshpass -p X, login me password X of a netrc.
+    (
+        re.compile(
+            r"((?:^|\s)--[\w-]{0,40}(?:password|passwd|passphrase|token|secret|api-?key)\s|\blogin\s\S{1,80}\spassword\s|"
+            r"\bsshpass\s-p\s?|\bcurl\s(?:-\S{1,40}\s){0,9}(?:-u|--user)\s|(?<![a-z])api_?key\s(?=\S*\d))"
+            r"(?!-|[\d.]+(?:\s|$))\S{5,}",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
     (
         re.compile(
             r"\b((?:[\w-]{1,60}-)?authorization|x-(?:[\w-]{1,60}-)?(?:key|token|auth|secret)|cookie|set-cookie)"
@@ -84,7 +103,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     # AccountKey=, password=, "password": "...".
     (
         re.compile(
-            r"((?<![a-zA-Z])(?:[\w-]{1,60}[_-])?(?:password|passwd|passphrase|pwd|secret|signature|client_?secret|"
+            r"((?<![a-zA-Z])(?:[\w-]{1,60}[_-]|PG)?(?:password|passwd|passphrase|pwd|secret|signature|client_?secret|"
             r"(?:api|access|private|account|secret|shared_?access)[_-]?(?:key|signature)|(?:access|auth|bearer|refresh|id|api)[_-]?token)"
             r"(?:\s?=\s?|['\"]\s?:\s?)['\"]?)(?!(?:null|None|true|false)\b|\$\{|[\d.]+\b)[^\s'\"&;,)}]{3,}",
             re.IGNORECASE,
@@ -96,9 +115,19 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(
             r"\b(?:gh[opsru]_\w{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|hf_[a-zA-Z0-9]{20,}|sk-(?=\S*\d)[\w-]{20,}|xox[a-z]-[\w-]{8,}|"
             r"(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{10,}|"
-            r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+            r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|[rs]k_(?:live|test|prod)_\w{16,}|dckr_[po]at_[\w-]{20,}|"
+            r"SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|ATATT3\S{20,}|do[oprs]_v1_[a-f0-9]{32,}|"
+            r"dapi[a-f0-9]{32}|AGE-SECRET-KEY-1\w{20,}|\d{8,10}:AA[\w-]{30,})"
         ),
         REDACTED,
+    ),
+    # Tokens of others, which begin with a word of theirs: xai-, gsk_, r8_, sk_live_, dckr_pat_, lin_api_, ...
+    (
+        re.compile(
+            r"\b([a-z][a-z0-9]{1,11}(?:[_-][a-z0-9]{1,6}){0,2}[_-])"
+            r"(?=(?:[A-Za-z]*\d){2})(?=(?:[a-z\d]*[A-Z]){3})(?=(?:[A-Z\d]*[a-z]){3})[A-Za-z0-9]{20,}\b"
+        ),
+        rf"\1{REDACTED}",
     ),
 )
 """Texts that look like a secret, and the text that takes their place. Secrets that are known go first."""

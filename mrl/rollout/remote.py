@@ -53,7 +53,7 @@ async def read_answer(response: aiohttp.ClientResponse, most: int = MAX_ANSWER_B
         content += part
         if len(content) > most:
             raise ValueError(f"over {most:,} bytes")
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    encoding = response.headers.get("Content-Encoding", "").strip().lower() or "identity"
     if encoding == "identity":
         return bytes(content)
     if encoding not in ("gzip", "x-gzip", "deflate"):

@@ -255,8 +255,8 @@ def _is_of_others(path: Path) -> bool:
 def _is_saved(path: Path, *, depth: int = 2) -> bool:
     """True for weights under a name with a number, or in a folder of such a name; one folder deep, too.
 
-    So OpenRLHF (_actor/global_step50), Orbax (100), NeMo (...-epoch=1-consumed_samples=100), Composer (ep0-ba50-rank0.pt)
-    name saves. The weights of a model, whose name may have a number, too, stand beside its config.json or tokenizer.
+    So OpenRLHF (_actor/global_step50), Orbax (100), NeMo (...-epoch=1-consumed_samples=100) and Composer
+    (ep0-ba50-rank0.pt) name saves. A model, whose name may have a number, too, has its config.json beside its weights.
     """
     if re.search(r"[0-9]", path.name) and not _SHARD_OF_MODEL.search(path.name) and not _is_model(path):
         return _holds_weights(path)

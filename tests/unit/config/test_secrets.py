@@ -116,6 +116,8 @@ def test_urls(text: str, expected: str):
         "a basic understanding; the bearer of tokens",
         "eos_token: </s>, signature=None, 12:30@host",
         "hf_tokenizer_of_the_model sk-learn-contrib",
+        "test_Qwen3MoeForCausalLM layer_0123456789abcdef0123456789abcdef mrl_NemotronHForCausalLMWithExperts",
+        "--max-token 1024 --token -x the api key is missing; https://x.org/docs/webhooks",
     ],
 )
 def test_texts_without_secrets_stay(text: str):
@@ -137,6 +139,21 @@ def test_texts_without_secrets_stay(text: str):
         "https://hooks.slack.com/services/T0/B0/canary",
         "-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----",
         "token ghp_canary0123456789",
+        # Commands, addresses that are secrets, and tokens of services of which no rule knows the name.
+        "job --db-password canary5 --steps 100",
+        "curl -s -u me:canary https://x",
+        "sshpass -p canary ssh host",
+        "machine github.com login me password canary",
+        "PGPASSWORD=canary psql",
+        "https://api.telegram.org/bot123456789:AAcanary/getMe",
+        "https://outlook.office.com/webhook/canary-1/IncomingWebhook/2",
+        "WANDB_API_KEY 0123456789abcdefcanary0123456789abcdef0123",
+        "gsk_Ab3dEfGhIjKlMcanary4rStUv",
+        "xai-Ab3dEfGhIjKlMcanary4rStUv",
+        "r8_Ab3dEfGhIjKlMcanary4rStUv",
+        "sk_live_canary5678901234",
+        "SG.AbCdEfGhIjKlMnOp3q.canary78901234567890",
+        "hvs.CAESIcanary78901234567890",
     ],
 )
 def test_forms_of_secrets(text: str):

@@ -106,7 +106,9 @@ OTHERS = {
     # Named by their weights: OpenRLHF, Orbax, NeMo, Composer, ms-swift.
     "_actor": holding("_actor/global_step50/mp_rank_00_model_states.pt"),
     "100": holding("100/default/manifest.ocdbt"),
-    "default--loss=0.5-epoch=1-samples=9-last": holding("default--loss=0.5-epoch=1-samples=9-last/weights/__0_0.distcp"),
+    "default--loss=0.5-epoch=1-samples=9-last": holding(
+        "default--loss=0.5-epoch=1-samples=9-last/weights/__0_0.distcp"
+    ),
     "ep0-ba50-rank0.pt": holding("ep0-ba50-rank0.pt"),
     "v0-20260102-101010": holding("v0-20260102-101010/checkpoint-50/model.safetensors"),
     "step_7": holding("step_7/COMPLETE"),
