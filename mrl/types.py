@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -92,16 +92,12 @@ class Proposals:
 
 
 @dataclass(frozen=True)
-class Transcript:
-    """Tokens after the prompt, which another turn continues, the environment's included. Fields as in `Rollout`."""
+class PayloadRef:
+    """Reference to an item that stays in the process that made it; `mrl.cluster.payload` pulls it."""
 
-    token_ids: np.ndarray
-    generator_logprobs: np.ndarray
-    turns: tuple[Turn, ...]
-    num_weight_versions: int
-    routes: np.ndarray | None = None
-    """Experts of the tokens that went through the model while it sampled the last of `turns`."""
-    proposals: Proposals = Proposals()
+    reference: Hashable
+    """Ray's reference to several items."""
+    index: int
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,9 @@ class RolloutRequest:
     seed: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    earlier: object | None = None
-    """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside
-    `mrl.cluster`.
+    earlier: Rollout | PayloadRef | None = None
+    """The earlier turns, with the environment's tokens behind them, that a further turn continues; a reference outside
+    the engine's process.
     """
 
     @property
@@ -124,9 +120,9 @@ class RolloutRequest:
         return f"{self.epoch}/{self.prompt_id}/{self.rollout_index}"
 
     @property
-    def transcript(self) -> Transcript | None:
+    def transcript(self) -> Rollout | None:
         """The earlier turns, in the engine's process."""
-        assert self.earlier is None or isinstance(self.earlier, Transcript), "a reference that was not resolved"
+        assert not isinstance(self.earlier, PayloadRef), "a reference that was not resolved"
         return self.earlier
 
     @property
@@ -182,11 +178,14 @@ class Rollout:
     """Versions of weights that sampled it: 1, unless grpo.async_grpo.in_flight_weight_updates."""
     proposals: Proposals = Proposals()
     untrained: tuple[UntrainedTurn, ...] = ()
+    tail_length: int = 0
+    """Tokens of the environment behind the last turn, which another turn continues."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The model's turns, in order; all other tokens came from the environment."""
-        return (*self.earlier_turns, Turn(self.last_turn_start, len(self.token_ids), self.weight_version))
+        stop = len(self.token_ids) - self.tail_length
+        return (*self.earlier_turns, Turn(self.last_turn_start, stop, self.weight_version))
 
 
 @dataclass(frozen=True)
@@ -202,8 +201,8 @@ class RolloutInfo:
     length: int
     """Number of tokens after the prompt."""
     finish_reason: FinishReason
-    payload: object
-    """Reference to the `Rollout`, opaque outside `mrl.cluster`; on a policy rank the `Rollout` itself."""
+    payload: Rollout | PayloadRef | None
+    """Reference to the `Rollout`; on a policy rank and in files the `Rollout` itself."""
     num_observed: int = 0
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
@@ -255,7 +254,7 @@ class RolloutInfo:
         return self.payload
 
     @classmethod
-    def of(cls, rollout: Rollout, payload: object | None = None) -> RolloutInfo:
+    def of(cls, rollout: Rollout, payload: Rollout | PayloadRef | None = None) -> RolloutInfo:
         """Summary of a rollout for the driver; without `payload`, the receiver fills in the reference."""
         request = rollout.request
         return cls(
@@ -417,8 +416,10 @@ class TrainSequence:
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
     """Token advantages that replace its own; the later one counts where they overlap."""
-    teacher: object | None = None
-    """Reference to the `TeacherTokens` of the rollout, if it has a teacher; on a policy rank these themselves."""
+    teacher: TeacherTokens | PayloadRef | None = None
+    """Reference to the outputs of the rollout's teacher, if it has one; on a policy rank and in files these
+    themselves.
+    """
 
 
 @dataclass(frozen=True)

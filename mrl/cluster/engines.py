@@ -26,7 +26,7 @@ from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
-from mrl.cluster.payload import Packed, PayloadRef, pack, with_transcripts
+from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, device_ids
 from mrl.cluster.verbs import EngineVerbs
@@ -38,7 +38,7 @@ from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.types import Rollout, RolloutInfo, RolloutRequest
+from mrl.types import PayloadRef, Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -23,7 +23,7 @@ from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
-from mrl.cluster.payload import Packed, PayloadRef, pack
+from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
@@ -34,7 +34,7 @@ from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import listen, make_server
 from mrl.rollout.remote import RemoteAgent
-from mrl.types import Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
+from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import ray
@@ -16,10 +16,7 @@ from ray.exceptions import RayError
 
 from mrl.cluster.calls import put
 from mrl.config.texts import in_seconds
-from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TeacherTokens, TrainSequence, Transcript
-
-if TYPE_CHECKING:
-    from mrl.data.batch import ExampleBatch
+from mrl.types import Batch, PayloadRef, Rollout, RolloutInfo, RolloutRequest, TeacherTokens, TrainSequence
 
 T = TypeVar("T")
 
@@ -41,15 +38,7 @@ class Packed:
         return pickle.loads(self.content.data[start : self.ends[index]])
 
 
-@dataclass(frozen=True)
-class PayloadRef:
-    """One of the items that an actor has packed and returned."""
-
-    reference: ray.ObjectRef
-    index: int
-
-
-def pack(items: Iterable[Rollout | Transcript | TeacherTokens | np.ndarray]) -> Packed:
+def pack(items: Iterable[Rollout | TeacherTokens | np.ndarray]) -> Packed:
     """The items as one object of Ray's store."""
     parts = [pickle.dumps(item, pickle.HIGHEST_PROTOCOL) for item in items]
     return Packed(
@@ -71,7 +60,8 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
 
 def pull_unless(is_over: threading.Event, infos: Sequence[RolloutInfo]) -> list[Rollout]:
     """Calls `pull` in a thread that leaves Ray alone once `is_over`; RuntimeError then."""
-    missing = list(dict.fromkeys(info.payload.reference for info in infos if isinstance(info.payload, PayloadRef)))
+    payloads = [info.payload for info in infos if isinstance(info.payload, PayloadRef)]
+    missing = list(dict.fromkeys(cast(ray.ObjectRef, payload.reference) for payload in payloads))
     end = time.monotonic() + PULL_S
     while missing and time.monotonic() < end and not is_over.is_set():
         missing = ray.wait(missing, num_returns=len(missing), timeout=LOOK_S)[1]
@@ -94,9 +84,9 @@ def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> lis
 
 
 def with_transcripts(requests: Sequence[RolloutRequest], *, timeout_s: float) -> list[RolloutRequest]:
-    """The requests with the transcripts that they refer to. RuntimeError: one is lost or late."""
+    """The requests with the earlier turns that they refer to. RuntimeError: one is lost or late."""
     earlier = [request.earlier for request in requests if isinstance(request.earlier, PayloadRef)]
-    fetched = _fetch(earlier, Transcript, f"transcripts of {len(requests)} requests", timeout_s=timeout_s)
+    fetched = _fetch(earlier, Rollout, f"transcripts of {len(requests)} requests", timeout_s=timeout_s)
     return [
         replace(request, earlier=fetched[request.earlier]) if isinstance(request.earlier, PayloadRef) else request
         for request in requests
@@ -119,29 +109,19 @@ def pull_arrays(batches: Sequence[Mapping[int, PayloadRef]], *, timeout_s: float
     return [{index: fetched[payload] for index, payload in payloads.items()} for payloads in batches]
 
 
-def put_batch(examples: ExampleBatch) -> Batch:
+def put_batch(batch: Batch) -> Batch:
     """Stores a batch's payloads as a Ray object per data-parallel rank, while the batch lives; returns the batch."""
-    infos: dict[int, RolloutInfo] = {}
-    for rows in examples.rows:
+    sequences = list(batch.sequences)
+    for rows in batch.rows:
         mine = sorted(index for row in rows for index in row)
-        reference = put(pack(examples.rollouts[index] for index in mine))
-        infos |= {
-            index: RolloutInfo.of(examples.rollouts[index], PayloadRef(reference, place))
-            for place, index in enumerate(mine)
-        }
-    learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
-    return Batch(
-        sequences=tuple(TrainSequence(infos[index], advantage=0.0, is_valid=True) for index in range(len(infos))),
-        rows=examples.rows,
-        logprob_rows=examples.logprob_rows,
-        num_valid_tokens=sum(learned),
-        num_valid_sequences=len(learned),
-        metrics=examples.metrics,
-    )
+        for index, payload in zip(mine, put_items([sequences[index].rollout.pulled for index in mine]), strict=True):
+            info = replace(sequences[index].rollout, payload=payload)
+            sequences[index] = replace(sequences[index], rollout=info)
+    return replace(batch, sequences=tuple(sequences))
 
 
 def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:
-    references = list(dict.fromkeys(payload.reference for payload in payloads))
+    references = list(dict.fromkeys(cast(ray.ObjectRef, payload.reference) for payload in payloads))
     try:
         packed = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:

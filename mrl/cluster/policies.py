@@ -27,7 +27,7 @@ from mrl import env, numa, spans, startup
 from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
 from mrl.cluster.environment import importing, policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
-from mrl.cluster.payload import Packed, PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
+from mrl.cluster.payload import Packed, pack, pull, pull_arrays, pull_teacher, put_arrays
 from mrl.cluster.runtime import Placement
 from mrl.cluster.verbs import PolicyVerbs, TokenVerb
 from mrl.config.schema.run import RunConfig
@@ -37,7 +37,7 @@ from mrl.data.packing import PackedRow, pack_row
 from mrl.envs.scratch import Scratch
 from mrl.phases import ModelName
 from mrl.plan.deadlines import start_deadline, train_deadline
-from mrl.types import Batch, TrainSequence
+from mrl.types import Batch, PayloadRef, TrainSequence
 
 if TYPE_CHECKING:
     from mrl.policy.policy import PolicyRank

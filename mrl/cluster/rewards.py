@@ -29,7 +29,7 @@ from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
-from mrl.cluster.payload import Packed, PayloadRef, pack, pull
+from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
@@ -42,7 +42,7 @@ from mrl.envs.scorer import RewardPool, Scorer, goes_last, start_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.plan.deadlines import start_deadline
-from mrl.types import Prompt, RewardLoad, Rollout, RolloutInfo, Transcript, Verdict
+from mrl.types import PayloadRef, Prompt, RewardLoad, Rollout, RolloutInfo, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -98,7 +98,7 @@ class Judge:
         self.decode = lambda token_ids: cast(str, tokenizer.decode(list(token_ids)))
         self.rules = rules_of(config, self.decode, tokenizer.all_special_tokens)
         self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
-        self.work = ActorWork[Ended | Transcript]()
+        self.work = ActorWork[Ended | Rollout]()
         # All that uses the tokenizer: one thread at a time may.
         self._texts = ThreadPoolExecutor(1, "texts")
 
@@ -117,8 +117,8 @@ class Judge:
             if verdict is not None:
                 self.work.begin(self._amend(info, verdict))
         answers = await self.work.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
-        transcripts = {name: answer for name, answer in answers.items() if isinstance(answer, Transcript)}
-        ended = {name: answer for name, answer in answers.items() if not isinstance(answer, Transcript)}
+        transcripts = {name: answer for name, answer in answers.items() if isinstance(answer, Rollout)}
+        ended = {name: answer for name, answer in answers.items() if not isinstance(answer, Rollout)}
         return (ended, list(transcripts), self.scorer.take_load()), pack(transcripts.values())
 
     async def _build(self, name: str) -> RewardPool:
@@ -165,7 +165,7 @@ class Judge:
         self, request_id: str, prompt: Prompt, task: Task, rollout: Rollout | None, remarks: Remarks | None
     ) -> None:
         verdict = await self.scorer.judge(request_id, prompt.env_name, task)
-        following: Transcript | Ending = "over"
+        following: Rollout | Ending = "over"
         if rollout is not None:
             limits = partial(self.format.next_turn, max_turns=self.max_turns, max_model_len=self.max_model_len)
             next_turn = partial(limits, rollout, verdict, template_kwargs=prompt.template_kwargs)
@@ -174,7 +174,7 @@ class Judge:
             except ValueError as error:  # the observation is the environment's
                 logger.warning("Rollout %s is not scored: %s", request_id, error)
                 verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
-        if isinstance(following, Transcript):
+        if isinstance(following, Rollout):
             self.work.answer(request_id, following)
         else:
             if rollout is not None and len(rollout.turns) > 1:

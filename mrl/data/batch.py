@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +12,7 @@ from mrl.data import planning
 from mrl.data.packing import padded_length
 from mrl.data.planning import RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
 from mrl.data.prefixes import MIN_SAVED_TOKENS
-from mrl.types import Batch, Rollout, RolloutRequest, SamplingParams, TrainSequence, Turn
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,23 +128,12 @@ def plan_metrics(
     }
 
 
-@dataclass(frozen=True)
-class ExampleBatch:
-    """A batch's sequences as if drawn by an engine, where each is trained: see `mrl.types.Batch`; `train/*` metrics."""
+def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> Batch:
+    """The batch of these examples with payloads, as if an engine had drawn them: a pure function of their order.
 
-    rollouts: tuple[Rollout, ...]
-    rows: RowPlan
-    logprob_rows: RowPlan
-    metrics: dict[str, float]
-
-
-def batch_examples(
-    examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost
-) -> ExampleBatch:
-    """The batch of these examples, a pure function of their order. The sequences of an example are adjacent in one row.
-
-    All examples have the same number of sequences, at least one. Where they have two, a row has twice the tokens: its
-    limit is that of the preferred answers, and as many again of the others.
+    The sequences of an example are adjacent in one row. All examples have the same number of sequences, at least one.
+    Where they have two, a row has twice the tokens: its limit is that of the preferred answers, and as many again of
+    the others.
     """
     size = len(examples[0].sequences)
     lengths = [
@@ -160,7 +148,14 @@ def batch_examples(
         for example in examples
         for index, sequence in enumerate(example.sequences)
     ]
-    return ExampleBatch(tuple(rollouts), rows, logprob_rows, plan_metrics(plans[0], lengths, policy, cost, size))
+    return Batch(
+        sequences=tuple(TrainSequence(RolloutInfo.of(one, one), advantage=0.0, is_valid=True) for one in rollouts),
+        rows=rows,
+        logprob_rows=logprob_rows,
+        num_valid_tokens=sum(turn.stop - turn.start for rollout in rollouts for turn in rollout.turns),
+        num_valid_sequences=len(rollouts),
+        metrics=plan_metrics(plans[0], lengths, policy, cost, size),
+    )
 
 
 def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:

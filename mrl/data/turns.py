@@ -16,7 +16,7 @@ from mrl.config.conversations import Heard, Said
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.fields import RowError
 from mrl.data.rendering import OLDER_ROLES, Conversation, lost_part, renamed, write
-from mrl.types import Rollout, Transcript, Verdict
+from mrl.types import Rollout, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,30 +75,26 @@ class TurnFormat:
 
     def next_turn(
         self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int, template_kwargs: str = ""
-    ) -> Transcript | Ending:
-        """Transcript the next turn continues, if the environment answers and turns and context are left; else why not.
+    ) -> Rollout | Ending:
+        """The rollout for the next turn, if the environment answers and turns and context are left; else why not.
 
         `template_kwargs` are the prompt's own.
         """
         if not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop":
             return "over"
-        transcript = self.go_on(rollout, verdict.observation, template_kwargs)
-        if len(rollout.request.token_ids) + len(transcript.token_ids) >= max_model_len:
+        following = self.go_on(rollout, verdict.observation, template_kwargs)
+        if len(rollout.request.token_ids) + len(following.token_ids) >= max_model_len:
             return "out of context"
-        return transcript if len(rollout.turns) < max_turns else "over"
+        return following if len(rollout.turns) < max_turns else "over"
 
-    def go_on(
-        self, rollout: Rollout, observation: Sequence[Mapping[str, str]], template_kwargs: str = ""
-    ) -> Transcript:
+    def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> Rollout:
         """The rollout, then the environment's messages, then the beginning of the assistant's next turn."""
         tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation, template_kwargs), dtype=np.int32)
-        return Transcript(
+        return replace(
+            rollout,
             token_ids=np.concatenate([rollout.token_ids, tail]),
             generator_logprobs=np.concatenate([rollout.generator_logprobs, np.zeros(len(tail), dtype=np.float32)]),
-            turns=rollout.turns,
-            num_weight_versions=rollout.num_weight_versions,
-            routes=rollout.routes,
-            proposals=rollout.proposals,
+            tail_length=len(tail),
         )
 
     def tail_ids(
@@ -145,13 +141,13 @@ class TurnFormat:
         return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
 
 
-def appended(earlier: Transcript, drawn: Rollout) -> Rollout:
+def appended(earlier: Rollout, drawn: Rollout) -> Rollout:
     """The rollout whose last turn is `drawn`."""
     routes = None
     if drawn.routes is not None and earlier.routes is not None:
         # Each token keeps the experts that it was drawn with; the engine may have computed the earlier ones again.
         routes = np.concatenate([earlier.routes, drawn.routes[len(earlier.routes) :]])
-    is_same_version = earlier.turns[-1].weight_version == drawn.weight_version
+    is_same_version = earlier.weight_version == drawn.weight_version
     return replace(
         drawn,
         token_ids=np.concatenate([earlier.token_ids, drawn.token_ids]),

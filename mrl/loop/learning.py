@@ -14,10 +14,9 @@ from mrl.data.batch import make_batches
 from mrl.metrics import metrics_of_passes, metrics_of_updates
 
 if TYPE_CHECKING:
-    from mrl.cluster.payload import PayloadRef
     from mrl.cluster.session import RolloutSession, Session
     from mrl.config.schema.run import RunConfig
-    from mrl.types import Batch
+    from mrl.types import Batch, PayloadRef
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import pytest
 import ray
 
 from mrl.cluster.event_loop import in_loop, tasks_ended
-from mrl.cluster.payload import PayloadRef, pack
+from mrl.cluster.payload import pack
 from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots, wait_for_graders
 from mrl.config.load import load_config
-from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
+from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
 from tests.rollouts import request
 from tests.stack.cluster.conftest import ray_nodes
 from tests.stack.loop.conftest import SMALL, write_inputs

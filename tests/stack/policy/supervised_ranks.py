@@ -11,7 +11,6 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
 from mrl.data.planning import SequenceCost
 from mrl.data.supervised import Example, TokenSequence
-from tests.rollouts import pulled
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
 
@@ -55,7 +54,7 @@ def evaluation_and_steps(
         dp_size = parallel_state.get_data_parallel_world_size()
         batch = batch_examples(learned, config.policy, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
         plan = batch.rows[policy.dp_rank]
-        made = {index: pulled(batch.rollouts[index], 0.0, True) for row in plan for index in row}
+        made = {index: batch.sequences[index] for row in plan for index in row}
         rows = policy_ranks.pack_rows(config.policy, plan, made)
         policy.enter("train")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.types import Transcript
 from tests import models, routes
 from tests.parity import Parity, hf_scores
 from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, request, run
@@ -153,11 +152,11 @@ def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
     first_request = request([1, 2, 3], max_new_tokens=5)
     (first,) = run(engine, [first_request]).values()
     observed = np.array([65, 66], np.int32)
-    earlier = Transcript(
-        np.concatenate([first.token_ids, observed]),
-        np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]),
-        first.turns,
-        1,
+    earlier = replace(
+        first,
+        token_ids=np.concatenate([first.token_ids, observed]),
+        generator_logprobs=np.concatenate([first.generator_logprobs, np.zeros(2, np.float32)]),
+        tail_length=2,
     )
     second_request = replace(first_request, earlier=earlier)
     (rollout,) = run(engine, [second_request]).values()

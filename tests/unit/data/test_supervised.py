@@ -18,7 +18,6 @@ from mrl.data.planning import SequenceCost
 from mrl.data.rendering import Conversation
 from mrl.data.supervised import ConversationFormat, load_examples, tokenize
 from mrl.recipes.tokenizer import byte_tokenizer
-from tests.rollouts import pulled
 
 QUESTION = {"role": "user", "content": "1+1="}
 ROWS = [
@@ -51,9 +50,7 @@ def test_files_become_packed_rows(tmp_path: Path):
     tokenizer, seen = byte_tokenizer(4096), {}
     for rows in batch.rows:
         for row in rows:
-            packed = pack_row(
-                {index: pulled(batch.rollouts[index], 0.0, True) for index in row}, divisible_by=2, pad_token_id=256
-            )
+            packed = pack_row({index: batch.sequences[index] for index in row}, divisible_by=2, pad_token_id=256)
             bounds = packed.cu_seqlens.tolist()
             for index, start, stop in zip(packed.sequence_indices, bounds, bounds[1:], strict=False):
                 is_learned = packed.loss_mask_T[start:stop] > 0
@@ -95,14 +92,9 @@ def test_pairs_stay_together_in_rows_of_twice_the_tokens(tmp_path: Path):
     for plan, row_tokens in ((batch.rows, 32), (batch.logprob_rows, 64)):
         for row in (row for rows_of_rank in plan for row in rows_of_rank):
             assert list(row[1::2]) == [index + 1 for index in row[0::2]] and all(index % 2 == 0 for index in row[0::2])
-            assert (
-                sum(
-                    len(batch.rollouts[index].request.token_ids) + len(batch.rollouts[index].token_ids) for index in row
-                )
-                <= row_tokens
-            )
+            assert sum(batch.sequences[index].rollout.num_tokens for index in row) <= row_tokens
         assert sorted(index for rows_of_rank in plan for row in rows_of_rank for index in row) == list(range(40))
-    answers = [byte_tokenizer(64).decode(rollout.token_ids.tolist()) for rollout in batch.rollouts]
+    answers = [byte_tokenizer(64).decode(one.rollout.pulled.token_ids.tolist()) for one in batch.sequences]
     assert answers[:4] == ["1<|end|>", "9<|end|>", "2<|end|>", "99<|end|>"]
 
 

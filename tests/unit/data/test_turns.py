@@ -7,7 +7,7 @@ import pytest
 from mrl.config.texts import safe_text
 from mrl.data.turns import TurnFormat, appended
 from mrl.recipes.tokenizer import END_ID, byte_tokenizer
-from mrl.types import Rollout, Transcript, Turn, Verdict
+from mrl.types import Rollout, Turn, Verdict
 from tests.rollouts import request
 
 # Of the kind that Nemotron 3 and Qwen3 have: tools speak as users do, and thoughts of earlier turns are left out of a
@@ -77,7 +77,7 @@ def test_a_rollout_ends_for_a_reason():
         verdict: Verdict = asked, drawn: Rollout = rollout, *, max_turns: int = 2, max_model_len: int = room
     ) -> object:
         following = turns.next_turn(drawn, verdict, max_turns=max_turns, max_model_len=max_model_len)
-        return following.token_ids.tolist() if isinstance(following, Transcript) else following
+        return following.token_ids.tolist() if isinstance(following, Rollout) else following
 
     assert after() == transcript.token_ids.tolist()
     assert after(replace(asked, observation=())) == "over"
@@ -174,8 +174,9 @@ def test_a_turn_is_appended_with_the_experts_that_each_token_was_drawn_with():
     # One layer, one expert per token. The engine computed the first tokens again, and chose otherwise.
     before = np.array([[[1]], [[2]], [[3]]], np.uint8)
     again = np.array([[[9]], [[9]], [[9]], [[4]], [[5]], [[6]]], np.uint8)
-    earlier = Transcript(
-        np.array([10, 11, 12], np.int32), np.array([-1, -2, 0], np.float32), (Turn(0, 2, 3),), 1, before
+    earlier = Rollout(
+        *(request([1, 2]), 3, np.array([10, 11, 12], np.int32), np.array([-1, -2, 0], np.float32), "stop", before),
+        tail_length=1,
     )
     drawn = Rollout(request([1, 2]), 4, np.array([13, 14], np.int32), np.array([-3, -4], np.float32), "stop", again)
     rollout = appended(earlier, drawn)
