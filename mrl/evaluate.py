@@ -66,7 +66,7 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
             groups = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
 
             def show() -> None:
-                progress.update(sum(len(group.infos) for group in groups) - progress.n)
+                progress.update(sum(len(group.rollouts) for group in groups) - progress.n)
 
             collector.wait(lambda: all(group.num_missing == 0 for group in groups), on_tick=show)
         judged, _ = collector.judge(groups)

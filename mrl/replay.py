@@ -20,41 +20,55 @@ if __name__ == "__main__":
 
 import argparse
 import logging
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.overrides import quoted
 from mrl.config.secrets import start_logging
+from mrl.data.batch import make_batches
+from mrl.loop.learning import layout_of, learn, tensors_of
 from mrl.loop.main import main as run_command
 from mrl.loop.preflight import check_start
-from mrl.loop.recording import layout_of
 from mrl.metrics import repeats
-from mrl.retrain import TOLERANCE, check_replayed, records_of, retrained
 from mrl.runs import rows_of
 from mrl.store.checkpoints import Checkpoint, checkpoints_in, find_damage
 from mrl.store.identity import IDENTITY
 from mrl.store.loggers.thread import exit_with
+from mrl.store.rollout_files import NOT_FINITE, RECORDED, RecordedStep, SequenceTensors, read_record
 from mrl.store.run_folder import LEDGER, RUN_CONFIG
 from mrl.train import train_step
+from mrl.types import NOT_FINITE as IS_NOT_FINITE
+from mrl.types import TeacherTokens
 from mrl.view.dumps import Dump, list_dumps, read_dump
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import read_config, setting
 
 if TYPE_CHECKING:
+    from mrl.config.schema.run import RunConfig
     from mrl.loop.run import Run, Supplier
-    from mrl.types import RunState
+    from mrl.types import Batch, RunState
 
 logger = logging.getLogger(__name__)
 
 MARKER = "made_by_replay"
 """File of the folders that may be emptied."""
-RECORDED = ("grpo", "distillation")
+REPLAYED = ("grpo", "distillation")
 """Algorithms whose records have all that the training needs: nothing is in them of a critic, nor of the rows that pairs
 share.
 """
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Allowed difference of a logprob or advantage at another layout, by `policy.precision`; of loss and gradient norm as a
+share, ten times that. At the layout of the record every byte has to be equal."""
+COMPARED_METRICS = ("train/loss", "train/grad_norm")
+"""Metrics that another layout does not change beyond the tolerance."""
 COMPARED = (
     "prompt_id",
     "content",
@@ -115,13 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = 1 if base is None else base.step + 1
     records = records_of(run, range(first, step + 1), finite)
     algorithm, missing = setting(read_config(config), "algorithm"), [path.name for path in records if not path.exists()]
-    if not options.sample and not missing and algorithm in RECORDED:
+    if not options.sample and not missing and algorithm in REPLAYED:
         return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
     if setting(read_config(config), "grpo.async_grpo.enabled"):
         parser.error(
             f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were "
             "trained, and an attempt that begins at a checkpoint samples them from other weights; steps without "
-            f"lag can be made again, and those that logger.record_steps records, of {' and '.join(RECORDED)} and "
+            f"lag can be made again, and those that logger.record_steps records, of {' and '.join(REPLAYED)} and "
             f"without --sample; missing: {', '.join(missing) or 'none'}"
         )
     try:
@@ -254,6 +268,115 @@ def metric_differences(step: int, recorded: Row, made: Row) -> Iterator[str]:
     for name in sorted(recorded.keys() | made.keys()):
         if repeats(name) and recorded.get(name) != made.get(name):
             yield f"step {step}: {name} was {recorded.get(name)} and is {made.get(name)}"
+
+
+def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
+    """The records of these steps; missing ones too. Of steps that are not `finite`, those made for that reason."""
+    names = {step: f"step_{step}.mrl" for step in steps}
+    others = {
+        step: f"{NOT_FINITE}{name}"
+        for step, name in names.items()
+        if step not in finite and not (run / RECORDED / name).exists()
+    }
+    return [run / RECORDED / name for name in (names | others).values()]
+
+
+def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
+    """Reads the records of steps; ValueError: something that their training needs is missing."""
+    if base is not None and (damage := find_damage(base.folder)):
+        raise ValueError(f"{base.folder}: {damage}")
+    try:
+        return [read_record(path, RecordedStep) for path in paths]
+    except ValueError as error:
+        raise ValueError(f"{error}; or sample the rollouts again, with --sample") from error
+
+
+def retrained(
+    config: RunConfig, base: Checkpoint | None, records: Sequence[RecordedStep], log_folder: Path
+) -> Iterator[str]:
+    """Differences between recorded steps and their retraining from a checkpoint; None: from the starting weights."""
+    from mrl.cluster.session import start_policies
+
+    with start_policies(config, pad_token_id=records[0].pad_token_id, log_folder=log_folder) as session:
+        policies = session.policies
+        if base is not None:
+            policies.call(PolicyVerbs.load_checkpoint, base.weights, deadline_s=policies.start_s)
+        for record in records:
+            batches = restored_batches(record, config)
+            ended_run = bool(record.problem) and not record.metrics
+            try:
+                metrics = learn(session, config, batches, record.step)
+            except RuntimeError as error:
+                if not ended_run or IS_NOT_FINITE not in str(error):
+                    raise
+                metrics = {}
+            if ended_run and metrics:
+                yield (
+                    f"step {record.step}: it was not finite, which ended the run, and now is: loss "
+                    f"{metrics['train/loss']}"
+                )
+            is_same = record.layout == layout_of(config)
+            yield from step_differences(
+                record, tensors_of(session), metrics, None if is_same else TOLERANCE[config.policy.precision]
+            )
+
+
+def restored_batches(record: RecordedStep, config: RunConfig) -> list[Batch]:
+    """The batches of a recorded step, in rows for the ranks of this config."""
+    from mrl.cluster.payload import put_items
+
+    recorded = [sequence for batch in record.batches for sequence in batch.sequences]
+    rollouts = put_items([sequence.rollout.pulled for sequence in recorded])
+    taught = iter(put_items([one.teacher for one in recorded if isinstance(one.teacher, TeacherTokens)]))
+    sequences = [
+        replace(
+            sequence,
+            rollout=replace(sequence.rollout, payload=payload),
+            teacher=None if sequence.teacher is None else next(taught),
+        )
+        for sequence, payload in zip(recorded, rollouts, strict=True)
+    ]
+    return make_batches(sequences, config)
+
+
+def step_differences(
+    record: RecordedStep, made: Sequence[SequenceTensors], metrics: Mapping[str, float], tolerance: float | None
+) -> Iterator[str]:
+    """Each sequence's first difference by rank, tensor and token, then metrics. `tolerance` None: every byte counts."""
+    for update, (batch, computed, again) in enumerate(zip(record.batches, record.computed, made, strict=True)):
+        for index, sequence in enumerate(batch.sequences):
+            (_, recorded), (rank, tensors) = computed.get(index, (-1, {})), again.get(index, (-1, {}))
+            place = f"step {record.step}, update {update}, rank {rank}, rollout {sequence.rollout.request_id}"
+            yield from _sequence_difference(place, recorded, tensors, tolerance)
+    for name in sorted(record.metrics and record.metrics.keys() | metrics.keys()):  # a step that ended its run has none
+        one, other = record.metrics.get(name, math.nan), metrics.get(name, math.nan)
+        is_equal = one == other or (math.isnan(one) and math.isnan(other))
+        if tolerance is not None:
+            is_equal = (
+                is_equal
+                or name not in COMPARED_METRICS
+                or math.isclose(one, other, rel_tol=10 * tolerance, abs_tol=10 * tolerance)
+            )
+        if not is_equal and repeats(name):
+            yield f"step {record.step}: {name} was {one} and is {other}"
+
+
+def _sequence_difference(
+    place: str, recorded: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray], tolerance: float | None
+) -> Iterator[str]:
+    for name in {**recorded, **made}:
+        one, other = recorded.get(name), made.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            shapes = [None if found is None else found.shape for found in (one, other)]
+            yield f"{place}: {name} had shape {shapes[0]} and has {shapes[1]}"
+            return
+        equal = (one == other) | (np.isnan(one) & np.isnan(other))
+        if tolerance is not None:
+            equal |= np.abs(one - other) <= tolerance
+        if not equal.all():
+            at = int(np.flatnonzero(~equal)[0])
+            yield f"{place}: {name}[{at}] was {one[at]} and is {other[at]}"
+            return
 
 
 if __name__ == "__main__":

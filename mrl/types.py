@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -187,6 +188,12 @@ class Rollout:
         stop = len(self.token_ids) - self.tail_length
         return (*self.earlier_turns, Turn(self.last_turn_start, stop, self.weight_version))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays = (self.token_ids, self.generator_logprobs, self.routes)
+        return sum(array.nbytes for array in arrays if array is not None)
+
 
 @dataclass(frozen=True)
 class RolloutInfo:
@@ -252,6 +259,11 @@ class RolloutInfo:
         """The payload, in a process that has pulled it."""
         assert isinstance(self.payload, Rollout), "a reference that was not resolved"
         return self.payload
+
+    def with_payloads(self, payloads: Sequence[Rollout | PayloadRef]) -> RolloutInfo:
+        """The rollout with a payload for each of its sequences."""
+        further = [replace(one, payload=payload) for one, payload in zip(self.further, payloads[1:], strict=True)]
+        return replace(self, payload=payloads[0], further=tuple(further))
 
     @classmethod
     def of(cls, rollout: Rollout, payload: Rollout | PayloadRef | None = None) -> RolloutInfo:
@@ -341,38 +353,48 @@ class Verdict:
         return replace(self, reward=factor * self.reward + added, components=parts)
 
 
-@dataclass(frozen=True)
-class RewardLoad:
-    """Load of the children of environments over some time."""
-
-    longest_queue: int = 0
-    """Most tasks that waited for a child."""
-    num_begun: int = 0
-    """Number of tasks that children have begun."""
-    seconds: float = 0.0
-    """In which a rollout waited for its verdict."""
-    num_judged: int = 0
-    """Rollouts with a verdict that a child began for them."""
-    wait_s: float = 0.0
-    """Seconds that those had waited before, added up."""
-    longest_wait_s: float = 0.0
-
-    def __add__(self, other: RewardLoad) -> RewardLoad:
-        """The load of one actor at two times, or of two actors at once."""
-        queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
-        num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
-        return RewardLoad(
-            queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s
-        )
-
-
-@dataclass(frozen=True)
+@dataclass
 class RolloutGroup:
-    """All rollouts of one prompt, in order of `rollout_index`, with their verdicts."""
+    """The rollouts of one prompt with their verdicts, both in order of `rollout_index`: all, once the group is whole.
+
+    Until then it has those that are sampled, and the verdicts of those that are judged.
+    """
 
     prompt: Prompt
-    rollouts: tuple[RolloutInfo, ...]
-    verdicts: tuple[Verdict, ...]
+    rollouts: tuple[RolloutInfo, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    epoch: int = 0
+    num_generations: int = 0
+    """Rollouts that were asked for."""
+    weight_version: int = 0
+    """Version of the engines when the group was asked for."""
+    is_kept: bool = False
+    """True if an earlier attempt has sampled its rollouts."""
+    _judged: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Indices of the rollouts with a verdict, in order."""
+
+    @property
+    def key(self) -> PromptKey:
+        return self.epoch, self.prompt.prompt_id
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that are not sampled."""
+        return self.num_generations - len(self.rollouts)
+
+    @property
+    def num_unjudged(self) -> int:
+        return self.num_generations - len(self.verdicts)
+
+    def note_sampled(self, rollout: RolloutInfo) -> None:
+        """Adds a rollout in its place."""
+        self.rollouts = tuple(sorted((*self.rollouts, rollout), key=lambda one: one.rollout_index))
+
+    def note_judged(self, index: int, verdict: Verdict) -> None:
+        """Adds the verdict on the rollout of this index in its place."""
+        place = bisect.bisect(self._judged, index)
+        self._judged.insert(place, index)
+        self.verdicts = (*self.verdicts[:place], verdict, *self.verdicts[place:])
 
     @property
     def rewards(self) -> list[float]:

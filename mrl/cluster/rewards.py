@@ -40,9 +40,9 @@ from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_
 from mrl.envs.parsers import parsers_of
 from mrl.envs.scorer import RewardPool, Scorer, goes_last, start_environment
 from mrl.envs.task import Task
-from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
+from mrl.envs.workers import RewardLoad, describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.plan.deadlines import start_deadline
-from mrl.types import PayloadRef, Prompt, RewardLoad, Rollout, RolloutInfo, Verdict
+from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

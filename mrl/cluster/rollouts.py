@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import shape_effort
@@ -21,62 +20,12 @@ from mrl.cluster.event_loop import Silence, in_loop
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import in_seconds
 from mrl.data.order import LengthHints
-from mrl.types import (
-    Prompt,
-    PromptKey,
-    RolloutGroup,
-    RolloutInfo,
-    RolloutRequest,
-    SamplingParams,
-    Verdict,
-    request_seed,
-)
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
 if TYPE_CHECKING:
     from mrl.cluster.engines import EngineGroup
     from mrl.cluster.gateway import AgentGateway
     from mrl.cluster.rewards import Rewards
-
-
-@dataclass(eq=False)
-class AskedGroup:
-    """A prompt whose rollouts are under way."""
-
-    epoch: int
-    prompt: Prompt
-    num_generations: int
-    weight_version: int
-    """Version of the engines when the group was requested."""
-    is_kept: bool = False
-    """True if an earlier attempt has sampled its rollouts."""
-    infos: dict[int, RolloutInfo] = field(default_factory=dict)
-    """Rollouts that are sampled, by index."""
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-
-    @property
-    def key(self) -> PromptKey:
-        return self.epoch, self.prompt.prompt_id
-
-    @property
-    def num_missing(self) -> int:
-        """Rollouts that are not sampled."""
-        return self.num_generations - len(self.infos)
-
-    @property
-    def num_unjudged(self) -> int:
-        return self.num_generations - len(self.verdicts)
-
-    @property
-    def oldest_version(self) -> int:
-        """Weight version of the oldest token of a sampled group."""
-        return min(info.weight_version for info in self.infos.values())
-
-    def judged(self) -> RolloutGroup:
-        """The group as the training loop gets it."""
-        indices = range(self.num_generations)
-        return RolloutGroup(
-            self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices))
-        )
 
 
 class RolloutCollector:
@@ -109,7 +58,7 @@ class RolloutCollector:
         self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
         self.restart_engine = restart_engine
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
-        self.on_whole: Callable[[AskedGroup], None] = lambda group: None
+        self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
         """Called in the loop with each group whose rollouts are all sampled and judged."""
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._num_missing = 0
@@ -122,10 +71,12 @@ class RolloutCollector:
         *,
         num_generations: int,
         weight_version: int,
-    ) -> list[AskedGroup]:
+    ) -> list[RolloutGroup]:
         """Asks engines with `weight_version` for rollouts of every (epoch, prompt), without waiting; returns groups."""
         groups = {
-            (epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version)
+            (epoch, prompt.prompt_id): RolloutGroup(
+                prompt, epoch=epoch, num_generations=num_generations, weight_version=weight_version
+            )
             for epoch, prompt in asked
         }
         if len(groups) < len(asked):
@@ -165,7 +116,7 @@ class RolloutCollector:
         self._wait(is_drained, on_tick)
 
     def judge(
-        self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None] = lambda: None
+        self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None] = lambda: None
     ) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on these sampled groups and hands them out, with scoring seconds since the last call.
 
@@ -174,24 +125,22 @@ class RolloutCollector:
         self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups), on_tick=on_tick)
         if self._hints:
             for group in groups:
-                self._hints.note(group.prompt, [info.num_trained for info in group.infos.values()])
-        judged = [group.judged() for group in groups]
-        if self.effort is not None:
-            judged = [shape_effort(group, self.effort) for group in judged]
-        return judged, self.rewards.take_seconds()
+                self._hints.note(group.prompt, [rollout.num_trained for rollout in group.rollouts])
+        judged = groups if self.effort is None else [shape_effort(group, self.effort) for group in groups]
+        return list(judged), self.rewards.take_seconds()
 
     def take_busy_s(self) -> float:
         """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
         before, self._busy_s = self._busy_s, self.engines.busy_s
         return (self._busy_s - before) / self.engines.num_engines
 
-    def _begin(self, groups: Sequence[AskedGroup], sampling: SamplingParams) -> None:
+    def _begin(self, groups: Sequence[RolloutGroup], sampling: SamplingParams) -> None:
         for group in groups:
             self._num_missing += group.num_generations
             for index in range(group.num_generations):
                 asyncio.ensure_future(self._run(group, index, sampling))
 
-    async def _run(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+    async def _run(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         try:
             if self.gateway is not None and self.gateway.does(group.prompt.env_name):
                 await self._agent_rollout(self.gateway, group, index, sampling)
@@ -200,7 +149,7 @@ class RolloutCollector:
         except Exception as error:  # whoever waits raises it
             self.news.fail(error)
 
-    async def _rollout(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+    async def _rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Samples a turn and has it judged; then the next one, or the rollout ends."""
         epoch, prompt = group.epoch, group.prompt
         seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
@@ -212,7 +161,7 @@ class RolloutCollector:
                     f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}"
                 )
             if not self.rewards.decides:
-                self._note_sampled(group, index, info)
+                self._note_sampled(group, info)
             self.news.tell(GENERATION)
             judged = await self.rewards.book.ask(info.request_id, (info, prompt, None))
             if isinstance(judged, tuple):
@@ -222,19 +171,19 @@ class RolloutCollector:
         if self.rewards.decides:
             # A rollout whose next turn would not fit is truncated.
             self._note_sampled(
-                group, index, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info
+                group, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info
             )
         self._note_judged(group, index, verdict)
 
     async def _agent_rollout(
-        self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams
+        self, gateway: AgentGateway, group: RolloutGroup, index: int, sampling: SamplingParams
     ) -> None:
         """Runs an agent on the row in a gateway session, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
-        self._note_sampled(group, index, ended.info)
+        self._note_sampled(group, ended.info)
         self.news.tell(GENERATION)
         verdict = ended.verdict
         # What sampled nothing has no form.
@@ -244,12 +193,12 @@ class RolloutCollector:
             verdict = judged[0]
         self._note_judged(group, index, verdict)
 
-    def _note_sampled(self, group: AskedGroup, index: int, info: RolloutInfo) -> None:
-        group.infos[index] = info
+    def _note_sampled(self, group: RolloutGroup, info: RolloutInfo) -> None:
+        group.note_sampled(info)
         self._num_missing -= 1
 
-    def _note_judged(self, group: AskedGroup, index: int, verdict: Verdict) -> None:
-        group.verdicts[index] = verdict
+    def _note_judged(self, group: RolloutGroup, index: int, verdict: Verdict) -> None:
+        group.note_judged(index, verdict)
         if not (group.num_missing or group.num_unjudged):
             self.on_whole(group)
         self.news.tell(GENERATION)

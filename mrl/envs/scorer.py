@@ -30,8 +30,8 @@ from mrl.envs.child_process import MEMORY_BYTES, START_TIMEOUT_S, Child, ChildDi
 from mrl.envs.confine import landlock_abi
 from mrl.envs.scratch import remove_abandoned
 from mrl.envs.task import MASK_SAMPLE, Environment, Task, encode
-from mrl.envs.workers import MIN_WORKERS
-from mrl.types import LARGEST_REWARD, RewardLoad, Verdict
+from mrl.envs.workers import MIN_WORKERS, RewardLoad
+from mrl.types import LARGEST_REWARD, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,11 +14,14 @@ from mrl.algo.critic import explained_variance
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.batch import make_batches
 from mrl.metrics import metrics_of_passes, metrics_of_updates
+from mrl.store.rollout_files import RecordedStep, SequenceTensors
 
 if TYPE_CHECKING:
     from mrl.cluster.session import RolloutSession, Session
     from mrl.config.schema.run import RunConfig
     from mrl.types import Batch, PayloadRef
+
+PULL_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,54 @@ def learn(
         metrics |= metrics_of_passes(updates, len(batches))
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     return metrics
+
+
+def layout_of(config: RunConfig) -> str:
+    """The keys that decide in which order a step sums floats."""
+    policy = config.policy
+    parts = (policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching)
+    sizes = (config.num_policy_ranks, policy.train_micro_batch_size, policy.logprob_batch_size)
+    sections = [dataclasses.asdict(part) for part in parts]
+    del sections[0]["env_vars"]  # may hold secrets
+    return json.dumps([*sections, *sizes], sort_keys=True, default=str)
+
+
+def tensors_of(session: Session) -> list[SequenceTensors]:
+    """What the ranks hold of the sequences of each batch of the step."""
+    found: list[SequenceTensors] = []
+    for rank, batches in session.policies.call(PolicyVerbs.sequence_tensors).items():
+        found += [{} for _ in range(len(batches) - len(found))]
+        for at, sequences in enumerate(batches):
+            found[at] |= {index: (rank, tensors) for index, tensors in sequences.items()}
+    return found
+
+
+def record_step(
+    config: RunConfig,
+    session: Session,
+    step: int,
+    batches: Sequence[Batch],
+    metrics: Mapping[str, float],
+    *,
+    problem: str,
+) -> RecordedStep:
+    """Fetches a step's payloads, and the ranks' tensors before the ranks free those. RuntimeError: one is lost."""
+    from mrl.cluster.payload import pull, pull_teacher
+
+    computed, recorded = tensors_of(session), list[Batch]()
+    for batch in batches:
+        rollouts = pull([sequence.rollout for sequence in batch.sequences], timeout_s=PULL_S)
+        teachers = pull_teacher(batch.sequences, timeout_s=PULL_S)
+        sequences = [
+            dataclasses.replace(
+                sequence,
+                rollout=dataclasses.replace(sequence.rollout, payload=rollout, further=()),
+                teacher=teacher,
+            )
+            for sequence, rollout, teacher in zip(batch.sequences, rollouts, teachers, strict=True)
+        ]
+        recorded.append(dataclasses.replace(batch, sequences=tuple(sequences)))
+    return RecordedStep(
+        *(step, session.policies.pad_token_id, layout_of(config), tuple(recorded)),
+        *(tuple(computed or [{} for _ in batches]), dict(metrics), problem),
+    )

@@ -20,7 +20,6 @@ from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import prompts_left
 from mrl.data.prompts import PromptData
-from mrl.loop.keeping import Revive
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal, reasons_of
 from mrl.store.console import rollout_progress
@@ -29,9 +28,11 @@ from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
 
 if TYPE_CHECKING:
-    from mrl.cluster.rollouts import AskedGroup, RolloutCollector
+    from mrl.cluster.rollouts import RolloutCollector
 
 logger = logging.getLogger(__name__)
+Revive = Callable[[int, Prompt], RolloutGroup | None]
+"""The group of an (epoch, prompt) that an earlier attempt has sampled; None if there is none."""
 # A group that was too old so often is waited for: to ask for it again and again would never train its prompt.
 MAX_TOO_OLD = 2
 
@@ -61,8 +62,6 @@ class Supplied:
     """The groups of one step."""
 
     groups: list[RolloutGroup]
-    trained: list[PromptKey]
-    """Their keys, in the same order."""
     dropped: list[PromptKey]
     """Prompts that the step left out: it consumes them too."""
     sampled: list[RolloutGroup]
@@ -70,8 +69,11 @@ class Supplied:
     seconds: float
     """Seconds that the engines had for the groups."""
     metrics: dict[str, float]
-    kept: set[PromptKey]
-    """Prompts of `sampled` whose rollouts an earlier attempt has sampled."""
+
+    @property
+    def trained(self) -> list[PromptKey]:
+        """Keys of `groups`."""
+        return [group.key for group in self.groups]
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
@@ -116,9 +118,9 @@ class RolloutQueue:
         self._last_step = last_step
         self._has_signal = has_signal
         self._on_tick = on_tick
-        self._asked: dict[PromptKey, AskedGroup] = {}
+        self._asked: dict[PromptKey, RolloutGroup] = {}
         """Under way or waiting to be looked at, in the order of asking."""
-        self._surplus: list[tuple[PromptKey, RolloutGroup]] = []
+        self._surplus: list[RolloutGroup] = []
         """Looked at, and left over for the next step."""
         self._again: list[tuple[int, Prompt]] = []
         """Left over, but too old by the next step: to be generated again."""
@@ -133,7 +135,6 @@ class RolloutQueue:
         ready, self._surplus = self._surplus, []
         sampled: list[RolloutGroup] = []
         dropped: list[PromptKey] = []
-        kept: set[PromptKey] = set()
         num_batches = 0
         if plan.lag == 0:
             # Validation used the engines too, but not for this step.
@@ -157,18 +158,16 @@ class RolloutQueue:
             if not looked_at:
                 return None
             num_batches += 1
-            kept |= {asked.key for asked in looked_at if asked.is_kept}
-            for key, group in zip([asked.key for asked in looked_at], batch, strict=True):
-                del self._asked[key]
-                del self._num_too_old[key]
+            for group in batch:
+                del self._asked[group.key]
+                del self._num_too_old[group.key]
                 sampled.append(group)
                 if self._has_signal(group):
-                    ready.append((key, group))
+                    ready.append(group)
                 else:
-                    dropped.append(key)
-        chosen, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
+                    dropped.append(group.key)
+        groups, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
         num_discarded = self._keep(surplus, next_version=state.weight_version + 1)
-        trained, groups = [key for key, _ in chosen], [group for _, group in chosen]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         ages = [state.weight_version - rollout.weight_version for rollout in rollouts]
         metrics = {
@@ -197,7 +196,7 @@ class RolloutQueue:
             "train/buffer_size": float(num_ready),
             "rollout/regenerated_groups": float(num_regenerated),
         }
-        return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics, kept)
+        return Supplied(groups, dropped, sampled or groups, seconds, metrics)
 
     def sample(
         self,
@@ -243,7 +242,7 @@ class RolloutQueue:
         self,
         prompts: Sequence[tuple[int, Prompt]],
         weight_version: int,
-        revived: Mapping[PromptKey, AskedGroup] = MappingProxyType({}),
+        revived: Mapping[PromptKey, RolloutGroup] = MappingProxyType({}),
     ) -> None:
         keys = [(epoch, prompt.prompt_id) for epoch, prompt in prompts]
         wanted = [one for key, one in zip(keys, prompts, strict=True) if key not in revived]
@@ -258,7 +257,7 @@ class RolloutQueue:
         sampled = [group for group in list(self._asked.values()) if group.num_missing == 0 and group.num_unjudged > 0]
         return sum(group.oldest_version <= weight_version for group in sampled)
 
-    def _wait_for_batch(self, weight_version: int) -> list[AskedGroup]:
+    def _wait_for_batch(self, weight_version: int) -> list[RolloutGroup]:
         size = min(self.plan.batch, len(self._asked))
         while True:
             wanted = list(self._asked.values())
@@ -294,7 +293,7 @@ class RolloutQueue:
                 )
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
-    def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:
+    def _wait_for(self, groups: Sequence[RolloutGroup], num_groups: int) -> None:
         self._on_tick()
         num_missing = sum(group.num_missing for group in groups)
         if num_missing == 0:
@@ -309,19 +308,19 @@ class RolloutQueue:
 
             self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups, on_tick=on_tick)
 
-    def _judge(self, groups: Sequence[AskedGroup], clock: Clock) -> list[RolloutGroup]:
+    def _judge(self, groups: Sequence[RolloutGroup], clock: Clock) -> list[RolloutGroup]:
         with clock.phase("reward"):
             judged, scoring_s = self._source.judge(groups, on_tick=self._on_tick)
         clock.overlap("reward", scoring_s)
         return judged
 
-    def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
+    def _keep(self, surplus: Sequence[RolloutGroup], *, next_version: int) -> int:
         num_discarded = 0
-        for key, group in surplus:
+        for group in surplus:
             if next_version - group.oldest_version <= self.plan.lag:
-                self._surplus.append((key, group))
+                self._surplus.append(group)
             else:
-                self._again.append((key[0], group.prompt))
+                self._again.append((group.epoch, group.prompt))
                 num_discarded += len(group.rollouts)
         return num_discarded
 

@@ -6,6 +6,7 @@ rewards.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,23 +21,23 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.loop.keeping import open_kept, reviver
 from mrl.loop.learning import Critic
 from mrl.loop.preflight import check_start
-from mrl.loop.queue import RolloutQueue, open_queue
-from mrl.loop.run import Budget, Run, Step, Stopped, Training
+from mrl.loop.queue import Revive, RolloutQueue, open_queue
+from mrl.loop.run import Budget, Run, Step, Stopped, Training, is_save_step
 from mrl.loop.saving import open_saver
 from mrl.loop.signal_watch import NoSignal, SignalWatch
 from mrl.metrics import NO_SIGNAL_IN_A_ROW
 from mrl.store.about import about_refit
-from mrl.store.identity import identity_of, with_template_date
+from mrl.store.identity import Identity, conditions_of, identity_of, with_template_date
+from mrl.store.rollout_files import KEPT, KeptRollouts, drop_kept, with_payloads
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
-from mrl.types import Batch, RolloutGroup, RunState, TrainSequence
+from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RolloutInfo, RunState, TrainSequence
 
 if TYPE_CHECKING:
+    from mrl.cluster.rollouts import RolloutCollector
     from mrl.cluster.session import RolloutSession
-    from mrl.store.kept import KeptRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,6 @@ class RolloutSupplier:
             self.config.rollouts,
             seconds=supplied.seconds,
             num_engine_restarts=restarts,
-            kept=supplied.kept,
         )
         if self.config.env.has_agents:
             # Dynamic sampling has left out those that it looked at.
@@ -178,6 +178,60 @@ class RolloutSupplier:
             "[Validate] step %d: %s %.3f over %d prompts", state.step, what, metrics["val/accuracy"], len(groups)
         )
         return metrics
+
+
+@contextmanager
+def open_kept(
+    config: RunConfig, folder: RunFolder, identity: Identity, collector: RolloutCollector, *, last_step: int
+) -> Iterator[KeptRollouts | None]:
+    """Keeps a run's rollouts in the `with` block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
+    section = config.checkpointing
+    if not section.enabled or not section.keep_rollouts_gb:
+        drop_kept(folder.path / KEPT)
+        yield None
+        return
+    from mrl.cluster.payload import pull_unless
+
+    is_over = threading.Event()
+
+    def pull(infos: Sequence[RolloutInfo]) -> list[Rollout]:
+        return pull_unless(is_over, infos)
+
+    kept = KeptRollouts(
+        folder.path / KEPT,
+        conditions_of(config, identity),
+        lag=config.rollouts.async_grpo.max_lag_steps,
+        limit_bytes=section.keep_rollouts_gb * 1e9,
+        saves=lambda step: is_save_step(section, step) or step == last_step,
+        pull=pull,
+        check_owner=folder.check_owner,
+    )
+
+    def note(group: RolloutGroup) -> None:
+        if group.epoch >= 0:  # validation has another
+            kept.note(group)
+
+    collector.on_whole = note
+    try:
+        yield kept
+    finally:
+        is_over.set()
+        kept.close()
+
+
+def reviver(kept: KeptRollouts | None) -> Revive:
+    """Gives the groups that an earlier attempt has kept, each as if it had just been sampled and judged."""
+
+    def revive(epoch: int, prompt: Prompt) -> RolloutGroup | None:
+        group = kept.take(epoch, prompt) if kept is not None else None
+        if group is None:
+            return None
+        from mrl.cluster.payload import put_items
+
+        rollouts = [sequence.pulled for one in group.rollouts for sequence in one.sequences]
+        return with_payloads([group], put_items(rollouts))[0]
+
+    return revive
 
 
 def prepare(config: RunConfig) -> Training[RolloutSupplier]:

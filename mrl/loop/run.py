@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
-from mrl.loop.recording import FOLDER, record_step, write_step
 from mrl.loop.signal_watch import NoSignal, reason_of_masks
 from mrl.metrics import MASKED_IN_A_ROW, SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
+from mrl.store.rollout_files import RECORDED, write_step
 from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
 from mrl.store.summary import Clock, is_good_enough, performance_metrics
 from mrl.types import NOT_FINITE, PromptKey
@@ -199,6 +199,8 @@ class Run(Generic[S_co]):
             self._record(step.number, batches, metrics, "")
 
     def _record(self, step: int, batches: Sequence[Batch], metrics: Mapping[str, float], problem: str) -> None:
+        from mrl.loop.learning import record_step
+
         try:
             record = record_step(self.config, self.session, step, batches, metrics, problem=problem)
         except RuntimeError as error:  # an engine that has died since has taken its rollouts with it
@@ -251,7 +253,7 @@ class Run(Generic[S_co]):
             raise Stopped from TooManySkipped(
                 f"step {step.number}: loss or gradient of {found:g} steps in a row was not finite, and updates "
                 f"were skipped; policy.max_skipped_steps={limit} ends the run: look at the batches in "
-                f"{self.folder.path / FOLDER}, lower policy.megatron_cfg.optimizer.lr, go on from an earlier "
+                f"{self.folder.path / RECORDED}, lower policy.megatron_cfg.optimizer.lr, go on from an earlier "
                 "checkpoint, or raise that key"
             )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from conversion.files.manifest import FileRecord
     from mrl.cluster.session import Session
     from mrl.phases import ModelName
-    from mrl.store.kept import KeptRollouts
+    from mrl.store.rollout_files import KeptRollouts
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a resumed run has the same inputs: model, teacher and tokenizer, and its data order, each by content."""
+"""Check that a resumed run has the same inputs, each by content: model, teacher, tokenizer, and its data order.
+
+Kept rollouts have conditions of their own: all else that they and their verdicts depend on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -12,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
+import mrl
 from conversion.files.durable import write_atomic
 from conversion.files.hf_folder import VOCABULARIES, weight_files
 from conversion.files.hf_weights import read_model_config
@@ -19,6 +24,7 @@ from conversion.files.reading import file_hashes, read_json, sha256_file
 from mrl import env
 from mrl.config.errors import ConfigError
 from mrl.config.model import overridden_config, with_value
+from mrl.config.own import code_digest
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.dates import KEY as DATE
@@ -53,6 +59,16 @@ OTHER = {
 }
 UNKNOWN = ""
 """Stands for the checksum of what was not read."""
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
+_ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
+_JUDGING = (
+    "num_generations_per_prompt",
+    "max_rollout_turns",
+    "seed",
+    "invalid_tool_call_advantage",
+    "malformed_thinking_advantage",
+)
+_IRRELEVANT = {"num_workers", "policy_base_url", "policy_api_key"}
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
@@ -202,3 +218,37 @@ def _read(file: Path, resumes_at: int) -> Identity | None:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
+    """Digests, by key, of everything but weights and prompts that rollouts and verdicts depend on."""
+    generation, grpo = config.policy.generation, config.rollouts
+    values: dict[str, object] = {"mrl": mrl.__version__}
+    values |= {f"policy.generation.{name}": getattr(generation, name) for name in _SAMPLING}
+    values |= {f"policy.generation.vllm_cfg.{name}": getattr(generation.vllm_cfg, name) for name in _ENGINE}
+    values |= {f"grpo.{name}": getattr(grpo, name) for name in _JUDGING}
+    values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}
+    values |= {"reward_penalties": config.reward_penalties, "policy.router_replay": config.policy.router_replay}
+    values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
+    own = config.env.own
+    values |= {f"code of {path}": code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
+    return {
+        key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in values.items()
+    }
+
+
+def _as_json(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _as_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name not in _IRRELEVANT
+        }
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items() if name not in _IRRELEVANT}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
 from mrl.store.evaluations import mean_pass_at_k
-from mrl.types import Batch, PromptKey, Proposals, RolloutGroup, Status
+from mrl.types import Batch, Proposals, RolloutGroup, Status
 
 logger = logging.getLogger(__name__)
 
@@ -75,21 +75,18 @@ class Clock:
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup],
-    grpo: GrpoConfig,
-    *,
-    seconds: float,
-    num_engine_restarts: int,
-    kept: Collection[PromptKey] = (),
+    groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int
 ) -> dict[str, float]:
     """Rewards (scaled and shaped, of rollouts with one), lengths and rates of a step whose generation took `seconds`.
 
-    Rollouts of `kept` prompts were sampled by an earlier attempt, and in other seconds.
+    An earlier attempt has sampled the rollouts of kept groups, in other seconds.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
     lengths = np.array([rollout.num_trained for rollout in rollouts])
+    num_kept = sum(group.is_kept for group in groups)
+    num_sampled = sum(rollout.num_trained for group in groups if not group.is_kept for rollout in group.rollouts)
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -102,8 +99,8 @@ def rollout_metrics(
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "rollout/groups_without_signal": float(sum(not has_signal(group, grpo) for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
-        "rollout/tokens_per_s": float(lengths[[rollout.key not in kept for rollout in rollouts]].sum() / seconds),
-        **({"rollout/kept_groups": float(len(kept))} if kept else {}),
+        "rollout/tokens_per_s": num_sampled / seconds,
+        **({"rollout/kept_groups": float(num_kept)} if num_kept else {}),
         **_speculation_metrics([rollout.proposals for rollout in rollouts]),
         **environment_metrics(groups, stage="rollout"),
     }

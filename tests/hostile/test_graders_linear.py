@@ -166,7 +166,7 @@ MEETS_NO_TEXT = {
     "mrl.store.marks._NUMBERED",
     "mrl.store.marks._PENDING",
     "mrl.store.marks._mark_by_marker",
-    "mrl.store.kept.FILE",
+    "mrl.store.rollout_files.FILE",
     "mrl.store.loggers.prometheus.PrometheusSink",
     "mrl.store.samples.drop_old_step_data",
 }

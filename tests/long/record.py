@@ -120,7 +120,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/train.py",
         "mrl/loop/saving.py",
         "mrl/policy/checkpoint.py",
-        *(f"mrl/store/{n}.py" for n in ("checkpoints", "kept")),
+        *(f"mrl/store/{n}.py" for n in ("checkpoints", "rollout_files")),
     ),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),

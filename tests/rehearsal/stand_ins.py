@@ -31,13 +31,14 @@ from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_run
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.data.turns import Ending
+from mrl.envs.workers import RewardLoad
 from mrl.loop import rollouts
 from mrl.loop.run import Budget, Run
 from mrl.recipes import tokenizer
 from mrl.refit.exchange import GpuHandles
 from mrl.refit.pull import VerifyReport
 from mrl.store.run_folder import RunFolder
-from mrl.types import RewardLoad, Rollout, RolloutInfo, RolloutRequest, TokenSample, TrainSequence, Verdict
+from mrl.types import Rollout, RolloutInfo, RolloutRequest, TokenSample, TrainSequence, Verdict
 
 MODEL = Path(__file__).parents[2] / "scripts" / "bench" / "models" / "nemotron3_nano_30b_a3b.config.json"
 NUM_GENERATIONS = 16

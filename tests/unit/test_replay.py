@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from mrl import replay
-from mrl.data.recorded import read_record, write_record
-from mrl.loop.recording import RecordedStep
-from mrl.replay import config_of, differences, lay_out, main
-from mrl.retrain import records_of
+from mrl.replay import config_of, differences, lay_out, main, records_of
+from mrl.store.rollout_files import RecordedStep, read_record, write_record
 from tests.faults.attempts import tiny_inputs
 from tests.sources import ROOT
 from tests.stack.ahead.conftest import AHEAD
@@ -170,14 +168,14 @@ def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_la
     code, said = command("mrl.replay", str(run), "--step", "2")
     assert code == 2 and "without --sample; missing: step_1.mrl, step_2.mrl" in said, said[-4000:]
     record = read_record(run / "recorded/step_4.mrl", RecordedStep)
-    changed = record.batches[0][3]
-    changed.rollout.token_ids[1] ^= 1
+    changed = record.batches[0].sequences[3].rollout
+    changed.pulled.token_ids[1] ^= 1
     write_record(run / "recorded/step_4.mrl", record)
     code, said = command("mrl.replay", str(run), "--step", "4")
-    at = len(changed.rollout.request.token_ids)
-    assert (
-        code == 1 and f"step 4, update 0, rank 0, rollout {changed.info.request_id}: old_logprobs[{at}] was" in said
-    ), said[-4000:]
+    at = changed.prompt_length
+    assert code == 1 and f"step 4, update 0, rank 0, rollout {changed.request_id}: old_logprobs[{at}] was" in said, (
+        said[-4000:]
+    )
     content = (run / "recorded/step_4.mrl").read_bytes()
     (run / "recorded/step_4.mrl").write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     code, said = command("mrl.replay", str(run), "--step", "4")

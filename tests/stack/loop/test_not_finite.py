@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mrl.cluster.verbs import PolicyVerbs
-from mrl.data.recorded import read_record
-from mrl.loop.recording import RecordedStep
+from mrl.store.rollout_files import RecordedStep, read_record
 from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun
 
@@ -41,19 +40,17 @@ def test_a_step_with_a_nan_is_recorded_and_skipped(
     path = run.folder.path / "recorded" / f"not_finite_step_{state.step}.mrl"
     assert str(path) in caplog.text
     record = read_record(path, RecordedStep)
-    sequences = [sequence for batch in record.batches for sequence in batch]
+    sequences = [sequence.rollout for batch in record.batches for sequence in batch.sequences]
+    computed = [of_batch[index] for of_batch in record.computed for index in range(len(of_batch))]
     trained = run.folder.ledger.state.trained[state.step]
-    assert (
-        sorted({(one.info.epoch, one.info.prompt_id) for one in sequences}) == sorted(trained)
-        and "skipped" in record.problem
-    )
-    assert all(len(one.tensors["old_logprobs"]) == one.info.num_tokens for one in sequences)
-    is_poisoned = [bool(np.isnan(one.tensors["advantages"]).any()) for one in sequences]
+    assert sorted({one.key for one in sequences}) == sorted(trained) and "skipped" in record.problem
+    assert [len(tensors["old_logprobs"]) for _, tensors in computed] == [one.num_tokens for one in sequences]
+    is_poisoned = [bool(np.isnan(tensors["advantages"]).any()) for _, tensors in computed]
     # By name of the rank: one that answers for the second data-parallel rank.
     assert (
         any(is_poisoned)
         and not all(is_poisoned)
-        and {one.rank for one, bad in zip(sequences, is_poisoned, strict=True) if bad} == {2}
+        and {rank for (rank, _), bad in zip(computed, is_poisoned, strict=True) if bad} == {2}
     )
     train_step(run, state)
     assert state.metrics["train/num_skipped_updates"] == state.metrics["train/num_skipped_in_a_row"] == 0

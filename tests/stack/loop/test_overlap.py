@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.rollouts import AskedGroup
 from mrl.envs.task import Task
 from mrl.loop.saving import SaveFailed
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
-from mrl.types import Prompt, Verdict
+from mrl.types import Prompt, RolloutGroup, Verdict
 from tests.stack.loop.conftest import CoinToss, LiveRun, toss
 from tests.waiting import wait_until
 
@@ -49,7 +48,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     run.supplier.session.rewards.apply(set_environment, HeldBack(tmp_path))
     collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:64])
 
-    def ask(prompts: Sequence[Prompt]) -> list[AskedGroup]:
+    def ask(prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         asked, version = [(TEST_EPOCH, prompt) for prompt in prompts], live.state.weight_version
         return collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=version)
 

@@ -10,7 +10,8 @@ import pytest
 
 from mrl.envs.scorer import RewardPool, Scorer
 from mrl.envs.task import Environment, Task
-from mrl.types import RewardLoad, Verdict
+from mrl.envs.workers import RewardLoad
+from mrl.types import Verdict
 from tests.unit.envs.pools import Childless
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from mrl.cluster.rollouts import AskedGroup, RolloutCollector
+from mrl.cluster.rollouts import RolloutCollector
 from mrl.loop.queue import RolloutQueue
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
 from mrl.store.ledger import Ledger
 from mrl.store.summary import Clock
-from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, RunState, SamplingParams
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, RunState, SamplingParams
 from tests.unit.loop.test_rollout_queue import plan
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S, wait_until
@@ -32,7 +32,7 @@ class Agents:
         self.running, self.engine = Running(), FakeEngine(weight_version=1)
         self.running.use(self.engine)
         self.runner, self._agent = self.running.run(self._start())
-        self.under_way: list[AskedGroup] = []
+        self.under_way: list[RolloutGroup] = []
         self.rollouts: list[Future[None]] = []
 
     async def _start(self) -> tuple[AgentRunner, FunctionAgent]:
@@ -49,31 +49,33 @@ class Agents:
         *,
         num_generations: int,
         weight_version: int,
-    ) -> list[AskedGroup]:
-        groups = [AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked]
+    ) -> list[RolloutGroup]:
+        groups = [
+            RolloutGroup(prompt, epoch=epoch, num_generations=num_generations, weight_version=weight_version)
+            for epoch, prompt in asked
+        ]
         self.under_way += groups
         for group in groups:
             for index in range(num_generations):
                 self.rollouts.append(asyncio.run_coroutine_threadsafe(self._run(group, index), self.running.loop))
         return groups
 
-    async def _run(self, group: AskedGroup, index: int) -> None:
+    async def _run(self, group: RolloutGroup, index: int) -> None:
         task = AgentTask(
             group.prompt, index, group.epoch, seed=5, sampling=SAMPLING, weight_version=group.weight_version
         )
         ran = await self.runner.run(task)
         (one,) = ran.rollouts
         version, length = min(turn.weight_version for turn in one.turns), len(one.token_ids)
-        group.verdicts[index] = ran.verdict
-        group.infos[index] = RolloutInfo(
-            task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one
-        )
+        group.note_judged(index, ran.verdict)
+        info = RolloutInfo(task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one)
+        group.note_sampled(info)
 
     def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
         wait_until(is_enough, "rollouts")
 
-    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
-        return [group.judged() for group in groups], 0.0
+    def judge(self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
+        return list(groups), 0.0
 
     def drain(self, *, on_tick: Callable[[], None]) -> None:
         """Nothing: weights change under way."""
@@ -147,9 +149,5 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
     asked = [group.weight_version for group in agents.under_way if group.prompt == slow]
     # On a slow host fresher groups come first once more; at the third time a step waits.
     assert len(found) == 1 and len(asked) in (2, 3) and asked[0] == 1 and num_again >= len(asked) - 1
-    tokens = [
-        cast(Rollout, rollout.payload).token_ids[0] for group in (old.judged(), *found) for rollout in group.rollouts
-    ]
-    assert len(set(tokens)) == 4 and all(
-        cast(Rollout, one.payload).turns[0].weight_version >= 3 for one in found[0].rollouts
-    )
+    tokens = [rollout.pulled.token_ids[0] for group in (old, *found) for rollout in group.rollouts]
+    assert len(set(tokens)) == 4 and all(one.pulled.turns[0].weight_version >= 3 for one in found[0].rollouts)

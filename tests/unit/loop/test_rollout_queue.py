@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.cluster.rollouts import AskedGroup
 from mrl.data.prompts import load_prompts
 from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, open_queue
 from mrl.loop.run import Stopped
@@ -41,7 +40,7 @@ class Groups:
     ticks: Mapping[str, int] = field(default_factory=dict)
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
     now: int = 0
-    under_way: dict[PromptKey, tuple[AskedGroup, int]] = field(default_factory=dict)
+    under_way: dict[PromptKey, tuple[RolloutGroup, int]] = field(default_factory=dict)
     """With the moment when it is done."""
     asked: list[tuple[PromptKey, int]] = field(default_factory=list)
 
@@ -52,8 +51,8 @@ class Groups:
         *,
         num_generations: int,
         weight_version: int,
-    ) -> list[AskedGroup]:
-        groups = [AskedGroup(epoch, prompt, NUM_GENERATIONS, weight_version) for epoch, prompt in asked]
+    ) -> list[RolloutGroup]:
+        groups = [new_group(epoch, prompt, weight_version) for epoch, prompt in asked]
         assert not {group.key for group in groups} & self.under_way.keys()
         for group in groups:
             self.under_way[group.key] = (group, self.now + self.ticks.get(group.prompt.prompt_id, 1))
@@ -63,7 +62,7 @@ class Groups:
     def pass_time(self, now: int) -> None:
         self.now = now
         for group, done in self.under_way.values():
-            if done <= now:
+            if done <= now and group.num_missing:
                 finish(group, self.rewards.get(group.prompt.prompt_id, (0.0, 1.0)))
 
     def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
@@ -75,11 +74,11 @@ class Groups:
         on_tick()
         self.pass_time(max([self.now, *(done for _, done in self.under_way.values())]))
 
-    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
+    def judge(self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
         on_tick()
         for group in groups:
             del self.under_way[group.key]
-        return [group.judged() for group in groups], 0.0
+        return list(groups), 0.0
 
     busy_s: float = 0.0
 
@@ -87,12 +86,19 @@ class Groups:
         return self.busy_s
 
 
-def finish(group: AskedGroup, rewards: Sequence[float]) -> None:
+def finish(group: RolloutGroup, rewards: Sequence[float]) -> None:
     epoch, prompt_id = group.key
     for i, reward in enumerate(rewards):
         version = group.weight_version
-        group.infos[i] = RolloutInfo(f"{epoch}/{prompt_id}/{i}", prompt_id, i, version, 1, 4, "stop", None, epoch=epoch)
-        group.verdicts[i] = Verdict(reward, True, "ok", "", "")
+        name = f"{epoch}/{prompt_id}/{i}"
+        group.note_sampled(RolloutInfo(name, prompt_id, i, version, 1, 4, "stop", None, epoch=epoch))
+        group.note_judged(i, Verdict(reward, True, "ok", "", ""))
+
+
+def new_group(epoch: int, prompt: Prompt, weight_version: int, *, is_kept: bool = False) -> RolloutGroup:
+    return RolloutGroup(
+        prompt, epoch=epoch, num_generations=NUM_GENERATIONS, weight_version=weight_version, is_kept=is_kept
+    )
 
 
 def queue_of(plan: QueuePlan, source: Groups, *arguments: Any, **options: Any) -> RolloutQueue:
@@ -365,10 +371,10 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
 def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too_old(ledger: Ledger):
     source, numbers = Groups(), plan(1)
 
-    def revive(epoch: int, prompt: Prompt) -> AskedGroup | None:
+    def revive(epoch: int, prompt: Prompt) -> RolloutGroup | None:
         if prompt.prompt_id not in ("p0", "p3"):
             return None
-        group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 0 if prompt.prompt_id != "p3" else -1, is_kept=True)
+        group = new_group(epoch, prompt, 0 if prompt.prompt_id != "p3" else -1, is_kept=True)
         finish(group, (0.0, 1.0))
         source.under_way[group.key] = (group, 0)  # so that it can be judged
         return group
@@ -379,7 +385,7 @@ def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too
     # p0 is a step older than the weights, as it may be; p3 is too old for its step, and asked for once.
     assert ages(taken)[0] == [1, 0] and max(itertools.chain(*ages(taken))) == 1
     assert sorted(key[1] for key, _ in source.asked) == [f"p{index}" for index in range(1, 8)]
-    assert [sorted(key[1] for key in one.kept) for one in taken] == [["p0"], [], [], []]
+    assert [[group.prompt.prompt_id for group in one.sampled if group.is_kept] for one in taken] == [["p0"], [], [], []]
     assert sum(one.metrics["rollout/regenerated_groups"] for one in taken) == 1
 
 
@@ -414,11 +420,11 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
     def queue() -> RolloutQueue:
         source = Groups({f"p{i}": count for i, count in enumerate(ticks)}, {f"p{i}": (1.0, 1.0) for i in same})
 
-        def revive(epoch: int, prompt: Prompt) -> AskedGroup | None:
+        def revive(epoch: int, prompt: Prompt) -> RolloutGroup | None:
             age = kept.get(int(prompt.prompt_id[1:]), 9)
             if age > lag or not ledger.path.exists():
                 return None
-            group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 1 - age, is_kept=True)
+            group = new_group(epoch, prompt, 1 - age, is_kept=True)
             finish(group, source.rewards.get(prompt.prompt_id, (0.0, 1.0)))
             source.under_way[group.key] = (group, 0)
             return group

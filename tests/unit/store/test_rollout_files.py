@@ -18,16 +18,17 @@ import pytest
 
 from mrl import env
 from mrl.config.load import load_config
-from mrl.data.recorded import read_record, write_record
-from mrl.loop.keeping import open_kept, reviver
-from mrl.store import kept
-from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
+from mrl.loop.rollouts import open_kept, reviver
+from mrl.store import rollout_files
+from mrl.store.identity import conditions_of
 from mrl.store.ledger import LedgerState
+from mrl.store.rollout_files import KeptFile, KeptRollouts, drop_kept, read_record, write_record
 from mrl.types import (
     Flaw,
     Prompt,
     Proposals,
     Rollout,
+    RolloutGroup,
     RolloutInfo,
     RolloutRequest,
     RunState,
@@ -51,14 +52,14 @@ def prompt(name: str) -> Prompt:
 
 
 def rollout(name: str, index: int, version: int) -> Rollout:
-    request = RolloutRequest(name, index, 0, 2**62 + index, (1, 2), SAMPLING, earlier="a reference")
+    request = RolloutRequest(name, index, 0, 2**62 + index, (1, 2), SAMPLING)
     values = np.random.default_rng(index).random(5).astype(np.float32)
     routes = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
     tokens = np.arange(5, dtype=np.int32)
     return Rollout(request, version, tokens, -values, "stop", routes, (Turn(0, 2, version),), 3, 1, Proposals(1, 2, 3))
 
 
-def whole(name: str, version: int) -> WholeGroup:
+def whole(name: str, version: int) -> RolloutGroup:
     """A group of two rollouts, the second of two sequences."""
     sampled = [rollout(name, index, version) for index in range(3)]
     infos = [RolloutInfo.of(one, one) for one in sampled]
@@ -66,8 +67,8 @@ def whole(name: str, version: int) -> WholeGroup:
         1.0, True, "ok", "2", "é", {"form": 0.5}, ("flag",), (Flaw("malformed_thinking", 1, 2),), ({"role": "user"},)
     )
     second = dataclasses.replace(infos[1], further=(dataclasses.replace(infos[2], place=1),))
-    return WholeGroup(
-        (0, name), prompt(name), version, [infos[0], second], [verdict, dataclasses.replace(verdict, reward=0.0)]
+    return RolloutGroup(
+        prompt(name), (infos[0], second), (verdict, dataclasses.replace(verdict, reward=0.0)), num_generations=2
     )
 
 
@@ -95,9 +96,8 @@ def attempt(
 
 
 def written(folder: Path) -> list[str]:
-    return sorted(
-        key[1] for path in folder.glob("kept_*") for key in (group.key for group in read_record(path, KeptFile).groups)
-    )
+    files = [read_record(path, KeptFile) for path in folder.glob("kept_*")]
+    return sorted(group.prompt.prompt_id for file in files for group, _ in file.groups)
 
 
 def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int = 5) -> None:
@@ -116,23 +116,25 @@ def earlier(folder: Path, *, step: int = 0, lag: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(rollout_files, "INTERVAL_S", 0.01)
 
 
 def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
     earlier(tmp_path)
     second = attempt(tmp_path)
     group, expected = second.take(0, prompt("a")), whole("a", 5)
-    assert isinstance(group, KeptGroup) and second.version_of(group) == 5 and second.take(0, prompt("a")) is None
-    assert group.verdicts == tuple(expected.verdicts) and group.prompt == expected.prompt
-    bare = [dataclasses.replace(info, payload=None, further=()) for info in expected.infos]
-    assert [dataclasses.replace(info, further=()) for info in group.infos] == bare
-    assert [len(info.sequences) for info in group.infos] == [1, 2] and group.infos[1].further[0].is_further
-    for index, found in enumerate(group.rollouts):
-        original = rollout("a", index, 5)
-        assert found.request == dataclasses.replace(original.request, earlier=None) and found.turns == original.turns
+    assert group is not None and (group.weight_version, group.is_kept) == (5, True)
+    assert second.take(0, prompt("a")) is None
+    assert group.verdicts == expected.verdicts and group.prompt == expected.prompt and group.num_unjudged == 0
+    found, originals = ([one for info in held.rollouts for one in info.sequences] for held in (group, expected))
+    assert [dataclasses.replace(info, payload=None, further=()) for info in found] == [
+        dataclasses.replace(info, payload=None, further=()) for info in originals
+    ]
+    assert [len(info.sequences) for info in group.rollouts] == [1, 2] and group.rollouts[1].further[0].is_further
+    for one, original in zip(payloads(found), payloads(originals), strict=True):
+        assert one.request == original.request and one.turns == original.turns
         for name in ("token_ids", "generator_logprobs", "routes"):
-            array, other = getattr(found, name), getattr(original, name)
+            array, other = getattr(one, name), getattr(original, name)
             assert array.dtype == other.dtype and array.tobytes() == other.tobytes() and array.shape == other.shape
     second.close()
 
@@ -157,7 +159,7 @@ def test_what_is_too_old_or_of_other_settings_is_not_used_and_said(
     group = second.take(0, prompt("a"))
     assert (group is not None) == (said == "") and said.strip("-") in caplog.text
     if group is not None:
-        assert second.version_of(group) == 5 - changes["step"]
+        assert {info.weight_version for info in group.rollouts} == {5 - changes["step"]}
     else:
         assert written(tmp_path) == []
     second.close()
@@ -173,7 +175,7 @@ def test_rollouts_of_weights_that_are_rolled_back_are_not_used(tmp_path: Path, c
 
 
 def test_what_is_rolled_back_stays_so_two_attempts_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept, "INTERVAL_S", 1.0)  # both groups in one file
+    monkeypatch.setattr(rollout_files, "INTERVAL_S", 1.0)  # both groups in one file
     first = attempt(tmp_path, step=10, lag=2, period=2)
     first.follow(RunState(step=11, weight_version=6), LedgerState())
     first.note(whole("a", 5))
@@ -214,7 +216,7 @@ def test_a_damaged_file_is_said_and_costs_its_own_groups(tmp_path: Path, caplog:
                 "flip": flipped,
                 "cut": content[:-1],
                 "empty": b"",
-                "format": content.replace(b'"format": 1', b'"format": 2'),
+                "format": content.replace(b'"format": 2', b'"format": 1'),
             }[damage]
         )
     second = attempt(tmp_path)
@@ -267,7 +269,7 @@ def test_a_checkpoint_waits_for_what_it_needs_and_not_for_what_its_own_weights_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Lag 1, a save after every step: groups of step 3's weights have no verdict, or are being written, at its save."""
-    monkeypatch.setattr(kept, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(rollout_files, "FLUSH_S", HANG_S)
     run, may_write, is_asked = attempt(tmp_path, period=1), threading.Event(), threading.Event()
     run._steps.update({5 + step: step for step in range(4)})
     write(run, tmp_path, ["s2"], version=7)
@@ -320,7 +322,7 @@ def test_a_file_system_without_an_answer_is_not_asked_again(
     def hang(*_: object) -> int:
         raise TimeoutError("write of kept_000001.mrl")
 
-    monkeypatch.setattr(kept, "write_record", hang)
+    monkeypatch.setattr(rollout_files, "write_record", hang)
     found = attempt(tmp_path)
     found.note(whole("a", 5))
     wait_until(lambda: "rollouts are not kept any more" in caplog.text, "a message")

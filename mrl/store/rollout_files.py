@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept rollouts: whole groups that a checkpoint has not trained on, so that the next attempt need not resample them.
+"""Rollouts on disk: groups that a checkpoint has not trained on, and the batches of recorded steps, in one format.
 
-A cache by prompt: which prompts are trained is for the ledger alone to say. A thread writes, at most one file a second.
+Files hold dataclasses and arrays: JSON and plain bytes with a checksum, nothing that could become code. Kept groups are
+a cache by prompt: the ledger alone says which prompts are trained. A thread writes them, at most one file a second.
 """
 
 from __future__ import annotations
@@ -10,83 +11,187 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import re
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-import mrl
-from conversion.files.durable import WRITE_TIMEOUT_S, make_folder, remove_file
+import numpy as np
+
+from conversion.files.durable import WRITE_TIMEOUT_S, make_folder, read_whole, remove_file, sync_file
 from conversion.files.limits import within
-from mrl.config.own import code_digest
-from mrl.config.schema.run import RunConfig
-from mrl.data.recorded import read_record, write_record
 from mrl.env import kill_point
-from mrl.store.identity import Identity
 from mrl.store.ledger import LedgerState
 from mrl.store.ownership import FolderLost
-from mrl.types import Prompt, PromptKey, Rollout, RolloutInfo, RunState, Verdict
+from mrl.types import Batch, PayloadRef, Prompt, PromptKey, Rollout, RolloutGroup, RolloutInfo, RunState
 
 logger = logging.getLogger(__name__)
 
-KEPT = "rollouts"
-"""Folder in the run folder."""
+T = TypeVar("T")
+FORMAT = 2
+"""Version of the files. A reader refuses another one."""
+KINDS = "biuf"
+"""Kinds of arrays that a file may hold: numbers."""
+KEPT, RECORDED = "rollouts", "recorded"
+"""Folders in the run folder."""
 FILE = re.compile(r"kept_(\d+)\.mrl")
 INTERVAL_S = 1.0
 FLUSH_S, END_S = 60.0, 10.0
-SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
-ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
-JUDGING = (
-    "num_generations_per_prompt",
-    "max_rollout_turns",
-    "seed",
-    "invalid_tool_call_advantage",
-    "malformed_thinking_advantage",
-)
-IRRELEVANT = {"num_workers", "policy_base_url", "policy_api_key"}
-
-
-@dataclass(frozen=True)
-class KeptGroup:
-    """All rollouts of a prompt with their verdicts, before rewards are shaped."""
-
-    prompt: Prompt
-    epoch: int
-    step: int
-    """The finished steps of the weights that sampled its oldest token."""
-    infos: tuple[RolloutInfo, ...]
-    """Its rollouts, by index, without payload."""
-    rollouts: tuple[Rollout, ...]
-    """The payloads of all sequences of `infos`, in order."""
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def key(self) -> PromptKey:
-        return self.epoch, self.prompt.prompt_id
+NOT_FINITE = "not_finite_"
+"""Begins the names of records of steps with NaN or Inf."""
+MAX_NOT_FINITE, MAX_BYTES = 8, 8 * 10**9
+SequenceTensors = dict[int, tuple[int, dict[str, np.ndarray]]]
+"""By index in the batch: the rank that has computed something of the sequence, and its tensors, float32 by token, at
+the token before the one that they are of: old_logprobs, reference_logprobs, loss_mask, advantages.
+"""
 
 
 @dataclass(frozen=True)
 class KeptFile:
-    """Contents of one file."""
+    """Whole groups before rewards are shaped, with their payloads."""
 
     conditions: dict[str, str]
     """Digests of everything besides the weights that rollouts and verdicts depend on, by key."""
-    groups: tuple[KeptGroup, ...]
+    groups: tuple[tuple[RolloutGroup, int], ...]
+    """Each with the finished steps of the weights that sampled its oldest token."""
 
 
 @dataclass(frozen=True)
-class WholeGroup:
-    """A group whose rollouts are all sampled and judged."""
+class RecordedStep:
+    """A step: the batches of its updates with their payloads, and what the ranks computed of them."""
 
-    key: PromptKey
-    prompt: Prompt
-    weight_version: int
-    """Version of the weights that sampled its oldest token."""
-    infos: Sequence[RolloutInfo]
-    verdicts: Sequence[Verdict]
+    step: int
+    pad_token_id: int
+    layout: str
+    """Equal where sums are made in the same order."""
+    batches: tuple[Batch, ...]
+    computed: tuple[SequenceTensors, ...]
+    """Of each batch."""
+    metrics: dict[str, float]
+    problem: str
+    """Empty, or why the step has failed."""
+
+
+def write_record(path: Path, value: object) -> int:
+    """Writes a dataclass, with its payloads, whole or not at all; returns its bytes. OSError: not written."""
+    arrays: list[np.ndarray] = []
+    content = _plain(value, arrays)
+    index = (
+        json.dumps({"content": content, "arrays": [[array.dtype.str, array.shape] for array in arrays]}).encode()
+        + b"\n"
+    )
+    parts = [index, *(np.ascontiguousarray(array).data for array in arrays if array.size)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    header = json.dumps({"format": FORMAT, "kind": type(value).__name__, "sha256": digest.hexdigest()}).encode() + b"\n"
+    within(WRITE_TIMEOUT_S, f"write of {path}", _write, path, [header, *parts])
+    return len(header) + sum(memoryview(part).nbytes for part in parts)
+
+
+def _write(path: Path, parts: Sequence[Any]) -> None:
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with aside.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        sync_file(aside)
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_file(path.parent)
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """The dataclass that a file holds. ValueError: it is damaged or of another format; OSError: it cannot be read."""
+    content = read_whole(path)
+    try:
+        header, _, body = content.partition(b"\n")
+        found = json.loads(header)
+        is_known = found["format"] == FORMAT and found["kind"] == kind.__name__
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: its first line is no header") from error
+    if not is_known:
+        raise ValueError(
+            f"{path} has format {found['format']!r} of {found['kind']!r}; this version of mrl reads {FORMAT} of "
+            f"{kind.__name__}: use the version that wrote it"
+        )
+    if hashlib.sha256(body).hexdigest() != found.get("sha256"):
+        raise ValueError(f"{path} is damaged: its bytes differ from its checksum")
+    try:
+        index, _, data = body.partition(b"\n")
+        index = json.loads(index)
+        return _restored(kind, index["content"], _arrays(index["arrays"], data))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is of another version of mrl: {error!r}") from error
+
+
+def _arrays(described: Sequence[tuple[str, Sequence[int]]], data: bytes) -> list[np.ndarray]:
+    arrays, start = [], 0
+    for name, shape in described:
+        dtype = np.dtype(name)
+        if dtype.kind not in KINDS:
+            raise ValueError(f"arrays of {name}")
+        count = math.prod(shape)
+        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape).copy())
+        start += count * dtype.itemsize
+    return arrays
+
+
+def _plain(value: object, arrays: list[np.ndarray]) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {name: _plain(getattr(value, name), arrays) for name in fields}
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return len(arrays) - 1
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, arrays) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, arrays) for item in value]
+    return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _restored(hint: Any, value: Any, arrays: Sequence[np.ndarray]) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if value is None:
+        return None
+    if origin is UnionType:
+        return _restored(next(kind for kind in arguments if kind is not NoneType), value, arrays)
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return hint(**{name: _restored(_hints(hint)[name], item, arrays) for name, item in value.items()})
+    if hint is np.ndarray:
+        return arrays[value]
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_restored(kind, item, arrays) for kind, item in zip(kinds, value, strict=True))
+    if origin in (dict, Mapping):
+        return {arguments[0](name): _restored(arguments[1], item, arrays) for name, item in value.items()}
+    return value
+
+
+def with_payloads(groups: Sequence[RolloutGroup], payloads: Iterable[Rollout | PayloadRef]) -> list[RolloutGroup]:
+    """The groups with the payloads of all their sequences, which come in order."""
+    left = iter(payloads)
+    return [
+        replace(group, rollouts=tuple(one.with_payloads([next(left) for _ in one.sequences]) for one in group.rollouts))
+        for group in groups
+    ]
 
 
 class KeptRollouts:
@@ -111,14 +216,14 @@ class KeptRollouts:
         self._steps: dict[int, int] = {}
         """Finished steps by weight version."""
         self._checkpoint = 0
-        self._whole: dict[PromptKey, tuple[WholeGroup, int]] = {}
+        self._whole: dict[PromptKey, tuple[RolloutGroup, int]] = {}
         """Not written, with the step of its weights."""
         self._consumed: dict[PromptKey, int] = {}
         """Step that has consumed a group of `_files`, or of `_whole`."""
         self._files: dict[Path, dict[PromptKey, int]] = {}
         """Steps of the weights of the groups in each file."""
         self._sizes: dict[Path, int] = {}
-        self._usable: dict[PromptKey, KeptGroup] = {}
+        self._usable: dict[PromptKey, tuple[RolloutGroup, int]] = {}
         self._num_unjudged: Callable[[int], int] = lambda weight_version: 0
         self._is_over, self._is_awaited, self._has_failed, self._is_said = False, False, False, False
         self._last_number, self._written_at = 0, 0.0
@@ -152,18 +257,18 @@ class KeptRollouts:
             key for key in file.conditions | self._conditions if file.conditions.get(key) != self._conditions.get(key)
         )
         found: dict[PromptKey, int] = {}
-        for group in file.groups:
+        for group, at in file.groups:
             if changed:
                 reasons[f"sampled or judged with other {', '.join(changed)}"] += 1
-            elif group.step > step:
+            elif at > step:
                 reasons[f"from weights after step {step}, which are rolled back"] += 1
-            elif step - group.step > self._lag:
+            elif step - at > self._lag:
                 reasons[f"older than grpo.async_grpo.max_trajectory_age_steps allows at step {step}"] += 1
             elif group.key not in consumed:
-                found[group.key] = group.step
-                if group.key not in self._usable or self._usable[group.key].step <= group.step:
-                    self._usable[group.key] = group
-        lasting = tuple(group for group in file.groups if group.step <= step)
+                found[group.key] = at
+                if group.key not in self._usable or self._usable[group.key][1] <= at:
+                    self._usable[group.key] = group, at
+        lasting = tuple((group, at) for group, at in file.groups if at <= step)
         if found and len(lasting) < len(file.groups):
             # A later attempt, which has made those steps anew, would take the rest for its own.
             try:
@@ -178,25 +283,25 @@ class KeptRollouts:
         else:
             _remove([path])
 
-    def take(self, epoch: int, prompt: Prompt) -> KeptGroup | None:
-        """The group of a prompt, if an earlier attempt has kept it."""
-        group = self._usable.pop((epoch, prompt.prompt_id), None)
-        if group is not None and group.prompt != prompt:
+    def take(self, epoch: int, prompt: Prompt) -> RolloutGroup | None:
+        """The group of a prompt with its payloads, if an earlier attempt has kept it; versions as this one counts."""
+        group, at = self._usable.pop((epoch, prompt.prompt_id), (None, 0))
+        if group is None:
+            return None
+        if group.prompt != prompt:
             logger.warning(
                 "The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id
             )
             return None
-        return group
+        first, step = min(self._steps.items())
+        version = first - (step - at)
+        rollouts = tuple(replace(rollout, weight_version=version) for rollout in group.rollouts)
+        return replace(group, rollouts=rollouts, weight_version=version, is_kept=True)
 
-    def version_of(self, group: KeptGroup) -> int:
-        """Weight version of a group of an earlier attempt, as this one counts."""
-        version, step = min(self._steps.items())
-        return version - (step - group.step)
-
-    def note(self, group: WholeGroup) -> None:
-        """Notes a complete group. Any thread may call it; it never waits."""
+    def note(self, group: RolloutGroup) -> None:
+        """Notes a whole group. Any thread may call it; it never waits."""
         with self._changed:
-            if (step := self._steps.get(group.weight_version)) is not None and not self._has_failed:
+            if (step := self._steps.get(group.oldest_version)) is not None and not self._has_failed:
                 self._consumed.pop(group.key, None)
                 self._whole[group.key] = group, step
             if self._is_awaited:  # the thread looks by itself now and then
@@ -283,7 +388,7 @@ class KeptRollouts:
         """Tells whether a run may resume where groups from the weights of `step` are of use."""
         return any(at == self._checkpoint or self._saves(at) for at in range(step, step + self._lag + 1))
 
-    def _due(self) -> list[WholeGroup]:
+    def _due(self) -> list[RolloutGroup]:
         if self._has_failed:
             return []
         return [
@@ -329,31 +434,21 @@ class KeptRollouts:
                         self._whole = {key: held for key, held in kept if not any(held[0] is group for group in due)}
                         self._changed.notify_all()
 
-    def _write(self, due: Sequence[WholeGroup]) -> None:
+    def _write(self, due: Sequence[RolloutGroup]) -> None:
         """Writes groups. OSError, RuntimeError, FolderLost: they cannot be written."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
         self._check_owner()
-        pulled = self._pull([sequence for group in due for info in group.infos for sequence in info.sequences])
-        if sum(self._sizes.values()) + sum(map(num_bytes, pulled)) > self._limit:
+        pulled = self._pull([sequence for group in due for one in group.rollouts for sequence in one.sequences])
+        if sum(self._sizes.values()) + sum(rollout.num_bytes for rollout in pulled) > self._limit:
             raise OSError(f"the folder may hold checkpointing.keep_rollouts_gb={self._limit / 1e9:g}, and is full")
-        payloads = iter(pulled)
-        groups = [self._kept(group, [next(payloads) for info in group.infos for _ in info.sequences]) for group in due]
+        groups = tuple((group, self._steps[group.oldest_version]) for group in with_payloads(due, pulled))
         kill_point("kept")
-        size = write_record(path, KeptFile(self._conditions, tuple(groups)))
+        size = write_record(path, KeptFile(self._conditions, groups))
         kill_point("kept")
         self._last_number += 1
         with self._changed:
-            self._files[path], self._sizes[path] = {group.key: group.step for group in groups}, size
-
-    def _kept(self, group: WholeGroup, rollouts: Sequence[Rollout]) -> KeptGroup:
-        bare = tuple(
-            dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None))
-            for rollout in rollouts
-        )
-        infos = tuple(with_payloads(info, [None] * len(info.sequences)) for info in group.infos)
-        step = self._steps[group.weight_version]
-        return KeptGroup(group.prompt, group.key[0], step, infos, bare, tuple(group.verdicts))
+            self._files[path], self._sizes[path] = {group.key: step for group, step in groups}, size
 
 
 def drop_kept(folder: Path) -> None:
@@ -371,50 +466,31 @@ def _remove(paths: Iterable[Path]) -> None:
             logger.warning("%s is of no use any more, and cannot be removed: %s", path, error)
 
 
-def num_bytes(rollout: Rollout) -> int:
-    """Bytes of a rollout's arrays."""
-    return sum(
-        array.nbytes for array in (rollout.token_ids, rollout.generator_logprobs, rollout.routes) if array is not None
-    )
+def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None:
+    """Writes a record below the run folder and removes those `keeps` steps older; None, with a warning, on a full disk.
 
-
-def with_payloads(info: RolloutInfo, payloads: Sequence[object]) -> RolloutInfo:
-    """The rollout with a payload for each of its sequences."""
-    further = tuple(
-        dataclasses.replace(one, payload=payload) for one, payload in zip(info.further, payloads[1:], strict=True)
-    )
-    return dataclasses.replace(info, payload=payloads[0], further=further)
-
-
-def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
-    """Digests, by key, of everything but weights and prompts that rollouts and verdicts depend on."""
-    generation, grpo = config.policy.generation, config.rollouts
-    values: dict[str, object] = {"mrl": mrl.__version__}
-    values |= {f"policy.generation.{name}": getattr(generation, name) for name in SAMPLING}
-    values |= {f"policy.generation.vllm_cfg.{name}": getattr(generation.vllm_cfg, name) for name in ENGINE}
-    values |= {f"grpo.{name}": getattr(grpo, name) for name in JUDGING}
-    values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}
-    values |= {"reward_penalties": config.reward_penalties, "policy.router_replay": config.policy.router_replay}
-    values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
-    own = config.env.own
-    values |= {f"code of {path}": code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
-    return {
-        key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16]
-        for key, value in values.items()
-    }
-
-
-def _as_json(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _as_json(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.name not in IRRELEVANT
-        }
-    if isinstance(value, Mapping):
-        return {str(name): _as_json(item) for name, item in value.items() if name not in IRRELEVANT}
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    Of steps that are not finite there are at most `MAX_NOT_FINITE`.
+    """
+    path = folder / RECORDED / (f"{NOT_FINITE}step_{record.step}.mrl" if record.problem else f"step_{record.step}.mrl")
+    size = sum(sequence.rollout.pulled.num_bytes for batch in record.batches for sequence in batch.sequences)
+    try:
+        make_folder(path.parent)
+        for part in path.parent.glob(".*.mrl.*"):  # of a write that was killed
+            remove_file(part)
+        if record.problem and not path.exists() and len(list(path.parent.glob(f"{NOT_FINITE}*"))) >= MAX_NOT_FINITE:
+            raise OSError(f"the folder holds {MAX_NOT_FINITE} such records; move them away")
+        if size > MAX_BYTES:
+            raise OSError(f"{size / 1e9:.1f} GB of rollouts are more than {MAX_BYTES / 1e9:g}")
+        if not record.problem:
+            for old in path.parent.glob("step_*.mrl"):
+                if (number := re.fullmatch(r"step_(\d+)\.mrl", old.name)) and not record.step - keeps < int(
+                    number[1]
+                ) <= record.step:
+                    remove_file(old)
+        write_record(path, record)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        logger.warning("%s: the batch of step %d is not recorded: %s", path, record.step, error)
+        return None
+    return path
