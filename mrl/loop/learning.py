@@ -108,7 +108,7 @@ def layout_of(config: RunConfig) -> str:
 
 
 def tensors_of(session: Session) -> list[SequenceTensors]:
-    """What the ranks hold of the sequences of each batch of the step."""
+    """The ranks' tensors of the sequences of each batch of the step."""
     found: list[SequenceTensors] = []
     for rank, batches in session.policies.call(PolicyVerbs.sequence_tensors).items():
         found += [{} for _ in range(len(batches) - len(found))]

@@ -49,8 +49,8 @@ NOT_FINITE = "not_finite_"
 """Begins the names of records of steps with NaN or Inf."""
 MAX_NOT_FINITE, MAX_BYTES = 8, 8 * 10**9
 SequenceTensors = dict[int, tuple[int, dict[str, np.ndarray]]]
-"""By index in the batch: the rank that has computed something of the sequence, and its tensors, float32 by token, at
-the token before the one that they are of: old_logprobs, reference_logprobs, loss_mask, advantages.
+"""Rank and its tensors of a sequence, by index in the batch: float32 by token, at the token before the one that they are
+of: old_logprobs, reference_logprobs, loss_mask, advantages.
 """
 
 
@@ -74,7 +74,7 @@ class RecordedStep:
     """Equal where sums are made in the same order."""
     batches: tuple[Batch, ...]
     computed: tuple[SequenceTensors, ...]
-    """Of each batch."""
+    """Tensors of each batch."""
     metrics: dict[str, float]
     problem: str
     """Empty, or why the step has failed."""
