@@ -49,7 +49,7 @@ NOT_FINITE = "not_finite_"
 """Begins the names of records of steps with NaN or Inf."""
 MAX_NOT_FINITE, MAX_BYTES = 8, 8 * 10**9
 SequenceTensors = dict[int, tuple[int, dict[str, np.ndarray]]]
-"""Rank and its tensors of a sequence, by index in the batch: float32 by token, at the token before the one that they are
+"""Rank and its tensors of a sequence, by index in the batch: float32 by token, at the token before the one they are
 of: old_logprobs, reference_logprobs, loss_mask, advantages.
 """
 
