@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mrl.data.reading import LeftOut, Reader, Rows, Spool
     from mrl.data.records import Record
     from mrl.envs.task import Score, Task
+    from mrl.types import Prompt
 
 # Processor seconds. A look at a few rows takes a second, unless a row, its template or its judge never ends.
 CPU_S = 30
@@ -252,13 +253,12 @@ def _spread(files: Sequence[Path]) -> list[Path]:
 
 def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
     """The rows whose expected answer no reply can match, by their environments: training masks their rollouts."""
-    from mrl.config.texts import safe_text
     from mrl.envs.parsers import parsers_of
     from mrl.envs.task import Task
 
     look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()
     for position, row_id in list(ids.items())[:MAX_JUDGED_ROWS]:
-        row = spool.read(position)
+        _, row = spool.read(position)
         if is_agent(row.env_name, config.env):
             _look_at_agents_row(name, row, config, look)
             continue
@@ -273,10 +273,10 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
                 if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify"
                 else row.env_name
             )
-            answer = safe_text(row.answer)
+            answer = row.expected_answer
             _, tool_parser = parsers_of(config, row.env_name, row.row, row.template_kwargs)
             reply = REPLIES.get(form, "x").format(answer=answer)
-            task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
+            task = Task((reply,), answer, row.text, row.row, tool_parser=tool_parser)
             if reason := _fault(score, task, has_reply=form in REPLIES):
                 faults.append(f"{row_id}: {reason}")
     look.unseen, look.problems = list(dict.fromkeys(look.unseen)), list(dict.fromkeys(look.problems))
@@ -289,7 +289,7 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
     return look
 
 
-def _look_at_agents_row(name: str, row: Rendered, config: RunConfig, look: Look) -> None:
+def _look_at_agents_row(name: str, row: Prompt, config: RunConfig, look: Look) -> None:
     if row.env_name in config.env.agents:  # which asks for what it likes
         look.unseen.append(f"{name}: rows of {row.env_name}, which your agent does")
         return

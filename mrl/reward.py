@@ -25,9 +25,8 @@ from mrl.config.texts import aligned, safe_text
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
-    from mrl.data.prompts import Rendered
     from mrl.envs.task import Task
-    from mrl.types import Verdict
+    from mrl.types import Prompt, Verdict
 
 NAME = "reward"
 MAX_ROWS = 100
@@ -87,7 +86,7 @@ def _module_path(function: str) -> str:
     return f"{Path(file).stem}:{name}"
 
 
-def _rows(config: RunConfig) -> list[tuple[str, Rendered]]:
+def _rows(config: RunConfig) -> list[tuple[str, Prompt]]:
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
 
@@ -97,21 +96,23 @@ def _rows(config: RunConfig) -> list[tuple[str, Rendered]]:
     own = replace(
         reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"})
     )
-    found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, row: (row_id, row))
+    found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, rendered: (row_id, rendered[1]))
     return [found[index] for index in range(min(len(found), MAX_ROWS))]
 
 
-def _tasks(rows: Sequence[tuple[str, Rendered]], replies: Path | None) -> list[tuple[str, Task]]:
+def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tuple[str, Task]]:
     """Tasks with the id of their row."""
     from mrl.envs.task import Task
 
-    texts = [(row.answer, "") for _, row in rows] if replies is None else [(text,) for text in _replies(replies)]
+    texts = (
+        [(row.expected_answer, "") for _, row in rows] if replies is None else [(text,) for text in _replies(replies)]
+    )
     if len(texts) < len(rows):
         raise ValueError(
             f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order"
         )
     return [
-        (row_id, Task((safe_text(text),), safe_text(row.answer), safe_text(row.question), row.row))
+        (row_id, Task((safe_text(text),), row.expected_answer, row.text, row.row))
         for (row_id, row), own in zip(rows, texts, strict=False)
         for text in dict.fromkeys(own)
     ]

@@ -95,8 +95,13 @@ def as_json(value: object, name: str) -> object:
 
 def text_of(fields: Fields, keys: Sequence[str]) -> str:
     """The text under the first of `keys` that is there, with white space; RowError if blank. Numbers count as text."""
-    key = first_key(fields, keys)
-    return checked_text(fields[key], key)
+    return first_text(fields, keys)[1]
+
+
+def first_text(fields: Fields, keys: Sequence[str], setting: str = "") -> tuple[str, str]:
+    """The first of `keys` that is there and its text; errors as `first_key` and `checked_text` have them."""
+    key = first_key(fields, keys, setting)
+    return key, checked_text(fields[key], key)
 
 
 def optional_text(fields: Fields, key: str) -> str | None:

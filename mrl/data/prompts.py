@@ -86,17 +86,8 @@ class PromptLimits:
         return None
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt before tokenisation, which happens each time it is asked: the template's text, and `Prompt`'s fields."""
-
-    text: str
-    question: str
-    answer: str
-    env_name: str
-    row: str
-    teacher: str = ""
-    template_kwargs: str = ""
+Rendered = tuple[str, Prompt]
+"""The template's text of a prompt, and the prompt without its id and tokens, which it gets each time it is asked."""
 
 
 def load_prompts(config: RunConfig) -> PromptData:
@@ -104,11 +95,9 @@ def load_prompts(config: RunConfig) -> PromptData:
     tokenizer = tokenizer_of(config)
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
-        (token_ids,) = tokenize([rendered.text], tokenizer)
-        # The model gets the question as it is; people and graders get question and model's text made safe alike.
-        question, answer = safe_text(rendered.question), safe_text(rendered.answer)
-        beside = (rendered.env_name, rendered.row, rendered.teacher, rendered.template_kwargs)
-        return Prompt(prompt_id, token_ids, question, answer, *beside)
+        text, prompt = rendered
+        (token_ids,) = tokenize([text], tokenizer)
+        return dataclasses.replace(prompt, prompt_id=prompt_id, token_ids=token_ids)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     train, validation, left_out = read_split(
@@ -171,12 +160,16 @@ def prompt_reader(
         check_prompt(row.messages, row.reply)
         own_kwargs = template_kwargs_of(fields, variables)
         text = "" if tokenizer is None else rendered(row, tokenizer, own_kwargs)
+        # The model gets the question as it is; people and graders get question and model's text made safe alike.
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
             rest = fields  # NeMo Gym's agents get the row as it is
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        beside = (json.dumps(rest), teacher, json.dumps(own_kwargs) if own_kwargs else "")
-        return Parsed(Rendered(text, row.question, row.answer, env_name, *beside), row.row_id, identity, row.unshown)
+        prompt = Prompt(
+            *("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest), teacher),
+            json.dumps(own_kwargs) if own_kwargs else "",
+        )
+        return Parsed((text, prompt), row.row_id, identity, row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, own_kwargs: Fields) -> str:
         messages = (

@@ -16,6 +16,7 @@ from mrl.data.fields import (
     RowError,
     checked_text,
     first_key,
+    first_text,
     is_conversation,
     messages_of,
     optional_text,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
 SHAREGPT_KEY = "conversations"
+GYM_DATASET = "NemoGymDataset"
 INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
 ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
@@ -94,50 +96,54 @@ class ParsedPair:
     """The fields that the conversation and the replies are not made of."""
 
 
+Shown = tuple[list[Message], Message | None, str, tuple[str, ...]]
+"""Conversation, reply and answer that a row shows, and the keys that hold them."""
+
+
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """The row in the format `dataset` names, else in the one that its keys tell; with its tools and system message."""
-    row = _parse_format(fields, dataset)
+    has_request = REQUEST in fields
+    if dataset.dataset_name == GYM_DATASET or (has_request and not _is_named(dataset)):
+        return _gym(fields, dataset)
+    messages, reply, answer, used = _shown(fields, dataset)
+    rest = _without(fields, *used, "id", "env_name")
+    row_id, env_name = (None if fields.get(key) is None else optional_text(fields, key) for key in ("id", "env_name"))
     if dataset.processor != GYM_PROCESSOR:
-        row = replace(row, messages=_with_system(row.messages, fields, dataset))
-    if REQUEST in fields:
-        return row
-    beside, tools = (dataset.tool_key, dataset.system_key), _tools(fields, dataset)
-    return replace(
-        row,
-        messages=calls_as_written(row.messages, tools),
-        reply=row.reply and calls_as_written([row.reply], tools)[0],
-        tools=tools,
-        unshown=_unshown(row.rest, row.messages),
-        rest=_without(row.rest, *beside),
-    )
+        messages = _with_system(messages, fields, dataset)
+    if has_request:
+        return ParsedRow(messages, reply, gold_of(answer), rest=rest, row_id=row_id, env_name=env_name)
+    tools, unshown = _tools(fields, dataset), _unshown(rest, messages)
+    if any("tool_calls" in message for message in messages):
+        messages = calls_as_written(messages, tools)
+    if reply is not None and "tool_calls" in reply:
+        (reply,) = calls_as_written([reply], tools)
+    rest = _without(rest, dataset.tool_key, dataset.system_key)
+    return ParsedRow(messages, reply, gold_of(answer), tools, rest, row_id, env_name, unshown=unshown)
 
 
-def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
+def _is_named(dataset: DatasetConfig) -> bool:
+    return dataset.dataset_name in _KEYS or dataset.dataset_name in _FORMATS
+
+
+def _shown(fields: Fields, dataset: DatasetConfig) -> Shown:
     name = dataset.dataset_name or ""
     if name in _KEYS:
         question_key, answer_key = _KEYS[name]
-        if fields.get(question_key) is None:
-            setting = f"data.default.dataset_name=null (it is {name}) with data.default.input_key"
-            first_key(fields, (question_key,), setting)
-        return _question(fields, (question_key,), (dataset.output_key or answer_key,), needs_answer=True)
+        setting = f"data.default.dataset_name=null (it is {name}) with data.default.input_key"
+        return _question(fields, (question_key,), (dataset.output_key or answer_key,), setting, needs_answer=True)
     if name in _FORMATS:
         return _FORMATS[name](fields, dataset)
-    if REQUEST in fields:
-        return _gym(fields, dataset)
     if dataset.chat_key in fields:
         return _chat(fields, dataset)
-    if is_conversation(fields.get("prompt")) and isinstance(fields.get("reward_model"), dict):
+    if isinstance(fields.get("reward_model"), dict) and is_conversation(fields.get("prompt")):
         return _verl(fields, dataset)
     question_keys = QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,)
-    if is_conversation(fields.get(SHAREGPT_KEY)):
-        return _chat(fields, dataset, SHAREGPT_KEY)
     # TRL's rows have a conversation where others have its question.
-    key = next((key for key in question_keys if fields.get(key) is not None), "")
-    return (
-        _chat(fields, dataset, key)
-        if is_conversation(fields.get(key))
-        else _question(fields, question_keys, answer_keys(dataset))
-    )
+    asked = next((key for key in question_keys if fields.get(key) is not None), "")
+    for key in (SHAREGPT_KEY, asked):
+        if key in fields and is_conversation(fields[key]):
+            return _chat(fields, dataset, key)
+    return _question(fields, question_keys, answer_keys(dataset))
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
@@ -271,13 +277,6 @@ def _without(fields: Fields, *keys: str | None) -> Fields:
     return {key: value for key, value in fields.items() if key not in keys}
 
 
-def _row(fields: Fields, used: Sequence[str], messages: list[Message], reply: Message | None, answer: str) -> ParsedRow:
-    answer = gold_of(answer)
-    rest = _without(fields, *used, "id", "env_name")
-    row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
-    return ParsedRow(messages, reply, answer, rest=rest, row_id=row_id, env_name=env_name)
-
-
 def gold_of(answer: str) -> str:
     """Expected answer: the part after `GOLD_MARK` if there is one such part, else the whole text."""
     gold = answer.rpartition(GOLD_MARK)[2].strip()
@@ -290,24 +289,27 @@ def gold_of(answer: str) -> str:
 
 
 def _question(
-    fields: Fields, question_keys: Sequence[str], keys: Sequence[str], *, needs_answer: bool = False
-) -> ParsedRow:
-    question, used = _asked(fields, question_keys)
-    answer_key = next((key for key in keys if fields.get(key) is not None), None)
-    messages = [said("user", question)]
-    if answer_key is None and not needs_answer:
-        return _row(fields, used, messages, None, "")
-    first_key(fields, keys, "data.default.output_key")
-    reply = text_of(fields, keys)
-    return _row(fields, (*used, str(answer_key)), messages, said("assistant", reply), reply)
+    fields: Fields,
+    question_keys: Sequence[str],
+    keys: Sequence[str],
+    setting: str = "data.default.input_key",
+    *,
+    needs_answer: bool = False,
+) -> Shown:
+    question, used = _asked(fields, question_keys, setting)
+    messages: list[Message] = [{"role": "user", "content": question}]
+    if not needs_answer and all(fields.get(key) is None for key in keys):
+        return messages, None, "", used
+    key, reply = first_text(fields, keys, "data.default.output_key")
+    return messages, {"role": "assistant", "content": reply}, reply, (*used, key)
 
 
-def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def _asked(fields: Fields, question_keys: Sequence[str], setting: str) -> tuple[str, tuple[str, ...]]:
     """The question of a row, and the keys that hold it."""
     task = fields.get(INSTRUCTION_KEY)
     if question_keys != QUESTION_KEYS or not isinstance(task, str) or not task.strip():
-        key = first_key(fields, question_keys, "data.default.input_key")
-        return text_of(fields, (key,)), (key,)
+        key, text = first_text(fields, question_keys, setting)
+        return text, (key,)
     key = next((key for key in question_keys if fields.get(key) is not None), INSTRUCTION_KEY)
     about = plain_text(fields[key], key)
     rest = about.strip().removeprefix(task.strip())
@@ -316,10 +318,11 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
     return plain_text(about, INSTRUCTION_KEY), (key, INSTRUCTION_KEY)
 
 
-def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> ParsedRow:
+def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> Shown:
     key, keys = key or dataset.chat_key, answer_keys(dataset)
     messages = messages_of(fields.get(key), key)
-    completion = next((name for name in keys if is_conversation(fields.get(name))), None)
+    given = [name for name in keys if fields.get(name) is not None]
+    completion = next((name for name in given if is_conversation(fields[name])), None)
     if completion is not None:
         turns = messages_of(fields[completion], completion)
         if [turn["role"] for turn in turns] != ["assistant"]:
@@ -327,17 +330,17 @@ def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> ParsedRow:
                 f"{completion} must be one message of the assistant; give a longer conversation as {dataset.chat_key}"
             )
         messages += turns
-        keys = tuple(name for name in keys if name != completion)
+        given.remove(completion)
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["role"] == "user" for message in messages):
         raise RowError(f"{key} has no message of the user before the reply")
-    answer = next((text_of(fields, (name,)) for name in keys if fields.get(name) is not None), "")
+    answer = text_of(fields, given) if given else ""
     if not answer and reply is not None:
         answer = str(reply["content"] or "")
-    return _row(fields, (key, *keys), messages, reply, answer)
+    return messages, reply, answer, (key, *(name for name in keys if name != completion))
 
 
-def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
+def _verl(fields: Fields, dataset: DatasetConfig) -> Shown:
     messages = messages_of(fields.get("prompt"), "prompt")
     reward_model = fields.get("reward_model")
     if not isinstance(reward_model, dict):
@@ -345,17 +348,17 @@ def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     # Own functions get what is no text as it is; others refuse the row.
     has_text = not isinstance(reward_model.get("ground_truth"), dict | list | None)
     answer = text_of(reward_model, ("ground_truth",)) if has_text else ""
-    return _row(fields, ("prompt",), messages, said("assistant", answer) if answer else None, answer)
+    return messages, said("assistant", answer) if answer else None, answer, ("prompt",)
 
 
-def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
+def _squad(fields: Fields, dataset: DatasetConfig) -> Shown:
     answers = fields.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not texts:
         raise RowError("answers.text must be a list of answers, not empty")
     answer = checked_text(texts[0], "answers.text[0]")
     messages = [said("system", text_of(fields, ("context",))), said("user", text_of(fields, ("question",)))]
-    return _row(fields, ("context", "question"), messages, said("assistant", answer), answer)
+    return messages, said("assistant", answer), answer, ("context", "question")
 
 
 def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -363,6 +366,8 @@ def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     name = agent_of(fields)
     answer = fields.get("expected_answer")
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
+    if dataset.processor != GYM_PROCESSOR:
+        messages = _with_system(messages, fields, dataset)
     # Their ids are those of the data sets that a blend was made of, and may repeat.
     return ParsedRow(messages, answer=answer, tools=tools, rest=_without(fields, REQUEST), agent=name)
 
@@ -378,10 +383,9 @@ _KEYS: dict[str, tuple[str, str]] = {
     "OpenR1-Math-220k": ("problem", "answer"),
 }
 """Keys of question and answer, by the name of the data set."""
-_FORMATS: dict[str, Callable[[Fields, DatasetConfig], ParsedRow]] = {
+_FORMATS: dict[str, Callable[[Fields, DatasetConfig], Shown]] = {
     "DAPOMath17K": _verl,
     "DAPOMathAIME2024": _verl,
-    "NemoGymDataset": _gym,
     "openai_format": _chat,
     "squad": _squad,
     "tulu3_sft_mixture": _chat,
