@@ -31,7 +31,6 @@ from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
 from mrl.rollout.remote import BLOCKED, AgentBlocked, AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
-from mrl.rollout.turn_tree import TurnSequence
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
 logger = logging.getLogger(__name__)
@@ -66,32 +65,19 @@ class AgentTask:
             "expected_answer": self.prompt.expected_answer,
         }
 
-    def rollout(self, sequence: TurnSequence) -> Rollout:
-        """A training sequence as the trainer takes it."""
-        last = sequence.turns[-1]
-        return Rollout(
-            self._request(sequence.prompt_ids.tolist()),
-            weight_version=last.weight_version,
-            token_ids=sequence.token_ids,
-            generator_logprobs=sequence.logprobs,
-            finish_reason=sequence.finish_reason,
-            earlier_turns=sequence.turns[:-1],
-            last_turn_start=last.start,
-            num_weight_versions=sequence.num_weight_versions,
-            untrained=sequence.untrained,
-            routes=sequence.routes,
+    @property
+    def request(self) -> RolloutRequest:
+        """The request that its sequences answer, each with a prompt of its own."""
+        prompt = self.prompt
+        return RolloutRequest(
+            prompt.prompt_id, self.rollout_index, self.epoch, self.seed, prompt.token_ids, self.sampling
         )
 
     def empty_rollout(self) -> Rollout:
         """Stands in for a rollout in which nothing was sampled: the prompt and one masked token."""
-        prompt_ids = self.prompt.token_ids
         nothing, no_routes = np.zeros(1, dtype=np.float32), np.zeros((0, 0, 0), dtype=np.uint8)
-        token_ids = np.array(prompt_ids[-1:], dtype=np.int32)
-        return Rollout(self._request(prompt_ids), self.weight_version, token_ids, nothing, "abort", no_routes)
-
-    def _request(self, prompt_ids: Sequence[int]) -> RolloutRequest:
-        prompt_id = self.prompt.prompt_id
-        return RolloutRequest(prompt_id, self.rollout_index, self.epoch, self.seed, tuple(prompt_ids), self.sampling)
+        token_ids = np.array(self.prompt.token_ids[-1:], dtype=np.int32)
+        return Rollout(self.request, self.weight_version, token_ids, nothing, "abort", no_routes)
 
 
 @dataclass(frozen=True)
@@ -334,7 +320,7 @@ class AgentRunner:
         return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
     def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
-        rollouts = [task.rollout(sequence) for sequence in session.tree.sequences()]
+        rollouts = session.tree.sequences(task.request)
         if verdict.is_valid and not rollouts:
             verdict = failed("the agent has sampled nothing that can be trained", "error", verdict)
         if not verdict.is_valid:

@@ -9,11 +9,11 @@ their own. Tokens are kept once, as what each turn adds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mrl.types import FinishReason, Turn, UntrainedTurn
+from mrl.types import FinishReason, Rollout, RolloutRequest, Turn, UntrainedTurn
 
 NO_ROUTES = "no_routes"
 """Reason not to train a turn: nobody says which experts the tokens before it went through."""
@@ -75,24 +75,6 @@ class TreeNode:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class TurnSequence:
-    """Turns of one tree path as a sequence to train on. Ends with a trained turn; arrays as in `mrl.types.Rollout`."""
-
-    prompt_ids: np.ndarray
-    """All that comes before the first trained turn, turns that another sequence trains included."""
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    turns: tuple[Turn, ...]
-    """Turns that this sequence trains; no other one does."""
-    finish_reason: FinishReason
-    num_weight_versions: int
-    untrained: tuple[UntrainedTurn, ...] = ()
-    """The other turns in it."""
-    routes: np.ndarray | None = None
-    """Each token keeps the experts that it was drawn with."""
-
-
 class TurnTree:
     """The turns of one session."""
 
@@ -114,11 +96,12 @@ class TurnTree:
         self.nodes.append(node)
         return node
 
-    def sequences(self) -> list[TurnSequence]:
-        """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one.
+    def sequences(self, request: RolloutRequest) -> list[Rollout]:
+        """Sequences to train on, one for each path to a leaf with turns left to train, so that each turn is in one.
 
         The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the
-        later one trains.
+        later one trains. Each answers `request` with another prompt: all that comes before its first trained turn,
+        turns that another sequence trains included. It ends with a trained turn.
         """
         taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
         # A path ends before a turn that must not be trained.
@@ -127,7 +110,7 @@ class TurnTree:
             for node in self.nodes
             if not node.children and (own := [one for one in node.path if not one.untrained])
         }
-        found = [_sequence(end.path, taken) for end in sorted(ends, key=places.__getitem__, reverse=True)]
+        found = [_sequence(end.path, taken, request) for end in sorted(ends, key=places.__getitem__, reverse=True)]
         return [sequence for sequence in found if sequence is not None]
 
     def num_untrained(self) -> dict[str, int]:
@@ -166,7 +149,7 @@ def _answer(node: TreeNode) -> SampledAnswer:
     return node.answer
 
 
-def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | None:
+def _sequence(path: Sequence[TreeNode], taken: set[TreeNode], request: RolloutRequest) -> Rollout | None:
     """The sequence that trains the turns of `path` that are not `taken`, and takes them; None if none is left."""
     mine = [node for node in path if node not in taken and not node.untrained]
     if not mine:
@@ -187,13 +170,15 @@ def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | 
     )
     drawn = [(answer.routes, node.first_route - answer.routes_start) for node in path for answer in [_answer(node)]]
     routes = [part[skipped:] for part, skipped in drawn if part is not None]
-    return TurnSequence(
-        token_ids[:first],
-        token_ids[first:],
-        logprobs,
-        tuple(turns),
-        _answer(mine[-1]).finish_reason,
-        len(versions),
-        others,
-        np.concatenate(routes) if routes else None,
+    return Rollout(
+        replace(request, token_ids=tuple(token_ids[:first].tolist())),
+        weight_version=turns[-1].weight_version,
+        token_ids=token_ids[first:],
+        generator_logprobs=logprobs,
+        finish_reason=_answer(mine[-1]).finish_reason,
+        routes=np.concatenate(routes) if routes else None,
+        earlier_turns=tuple(turns[:-1]),
+        last_turn_start=turns[-1].start,
+        num_weight_versions=len(versions),
+        untrained=others,
     )

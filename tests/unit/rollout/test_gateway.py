@@ -17,6 +17,7 @@ import pytest
 
 from mrl.rollout import gateway as gateway_module
 from mrl.rollout.agent_session import AgentSession
+from tests.rollouts import request
 from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S, wait_until
 
@@ -70,12 +71,12 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(
     said = first.choices[0].message
     chat(client, "hi", {"role": "assistant", "content": said.content}, "and?")
     assert engine.asked[1]["required_prefix_token_ids"] == [*b"hi", 2, 901, 800, 2]
-    (sequence,) = session.tree.sequences()
-    assert (sequence.prompt_ids.tolist(), sequence.token_ids.tolist()) == (
+    (sequence,) = session.tree.sequences(request([1]))
+    assert (list(sequence.request.token_ids), sequence.token_ids.tolist()) == (
         [*b"hi", 2],
         [901, 800, 2, *b"and?", 2, 902, 800, 2],
     )
-    assert sequence.logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75]
+    assert sequence.generator_logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75]
     assert session.text == "answer 1.0\n\nanswer 2.0"
     (conversation,) = session.heard.shown()
     assert [(message["role"], message["content"]) for message in conversation] == [
@@ -90,7 +91,7 @@ def test_turns_bring_the_experts_of_their_tokens(client: openai.OpenAI, session:
     engine.keeps_routes = True
     first = chat(client, "hi", n=2).choices[0].message
     chat(client, "hi", {"role": "assistant", "content": first.content}, "and?")
-    whole, other = session.tree.sequences()
+    whole, other = session.tree.sequences(request([1]))
     assert whole.routes is not None and other.routes is not None
     assert whole.routes[:, 0].tolist() == [*([place, 1] for place in range(5)), *([place, 2] for place in range(5, 13))]
     assert other.routes[:, 0].tolist() == [[place, 1] for place in range(5)]
@@ -102,7 +103,9 @@ def test_only_the_run_cuts_an_answer_off(running: Running, engine: FakeEngine):
         for asked, text in ((session, "hi"), (other, "hi"), (session, "x" * (CONTEXT - 4))):
             with openai.OpenAI(base_url=running.base_url(asked), api_key=asked.key, timeout=HANG_S) as client:
                 chat(client, text, max_tokens=3)
-        reasons = [[sequence.finish_reason for sequence in one.tree.sequences()] for one in (session, other)]
+        reasons = [
+            [sequence.finish_reason for sequence in one.tree.sequences(request([1]))] for one in (session, other)
+        ]
     assert reasons == [["length", "stop"], ["length"]]
 
 
@@ -120,7 +123,7 @@ def test_branches_rewrites_and_other_tools_are_told_apart(
     chat(client, "hi", said, "f", tools=[TOOL])  # the template writes tools in front
     prefixes = [asked.get("required_prefix_messages", 0) for asked in engine.asked]
     assert prefixes == [0, 2, 2, 0, 0, 2, 0]
-    sequences = session.tree.sequences()
+    sequences = session.tree.sequences(request([1]))
     assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 1, 1, 1, 2]
     trained = sorted(
         ids for s in sequences for turn in s.turns for ids in [s.token_ids[turn.start : turn.stop].tolist()]
@@ -135,7 +138,7 @@ def test_several_answers_are_branches_and_each_may_go_on(
     chat(client, "hi", {"role": "assistant", "content": first.choices[1].message.content}, "and?")
     assert engine.asked[1]["required_prefix_token_ids"][-3:] == [901, 801, 2]
     assert [len(messages) for messages in session.heard.shown()] == [2, 4, 2]
-    assert sorted(len(sequence.turns) for sequence in session.tree.sequences()) == [1, 1, 2]
+    assert sorted(len(sequence.turns) for sequence in session.tree.sequences(request([1]))) == [1, 1, 2]
 
 
 def test_what_a_session_may_not_choose_is_overridden_and_counted(
@@ -161,7 +164,7 @@ def test_what_a_session_may_not_choose_is_overridden_and_counted(
 def test_what_a_grammar_forced_is_not_trained(client: openai.OpenAI, session: AgentSession):
     call = chat(client, "hi", tools=[TOOL], tool_choice="required").choices[0].message
     assert call.tool_calls[0].function.name == "add"
-    assert session.tree.sequences() == [] and session.tree.num_untrained() == {"forced": 3}
+    assert session.tree.sequences(request([1])) == [] and session.tree.num_untrained() == {"forced": 3}
     assert '"add"' in session.text
 
 
@@ -252,7 +255,7 @@ def test_another_engine_goes_on_after_a_death(
         chat(client, "hi", said, "and?")
         thread.join(HANG_S)
     assert running.gateway.engines.unreachable == {0} and session.engines == [0, 1]
-    (sequence,) = session.tree.sequences()
+    (sequence,) = session.tree.sequences(request([1]))
     assert sequence.token_ids.tolist() == [901, 800, 2, *b"and?", 2, 901, 800, 2] and len(sequence.turns) == 2
     running.gateway.engines.unreachable.clear()
 
