@@ -16,7 +16,7 @@ from mrl.config.errors import ConfigError, Problem, told
 from mrl.config.model import is_hub_id
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.data import DatasetConfig
-from mrl.config.schema.env import BUILT_IN
+from mrl.config.schema.env import BUILT_IN, FROM_VERIFIERS
 from mrl.config.schema.run import RunConfig
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
     from mrl.data.trial import Overrun, within_limits
 
     look, here = Look(), dict[str, DatasetConfig]()
+    missing = _look_at_verifiers(config, look)
     tokenizer = tokenizer_of(config, look)
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
         lacks = [
@@ -93,6 +94,8 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
             if is_hub_id(dataset.source):
                 rule = f"the data set {dataset.source} is not in the local Hugging Face cache"
                 look.problems.append(Problem("data/cache", key, None, rule, "a start downloads it", "to be provided"))
+        elif dataset.source in missing:
+            look.unseen.append(f"{key}: the rows of {dataset.source}")
         elif lacks:
             look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
         else:
@@ -109,6 +112,25 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
             f"rows of {', '.join(here)}: {CPU_S} s of a processor or 2 GiB of memory were not enough for a few of them"
         )
     return look
+
+
+def _look_at_verifiers(config: RunConfig, look: Look) -> set[str]:
+    """Adds what environments of verifiers lack on this machine; returns the sources that have no rows for that."""
+    from mrl.data.files import split_of
+    from mrl.data.verifiers import find_rows
+
+    sets = (config.data.train_sets | config.data.validation_sets).items()
+    asked = {(dataset.source, split_of(dataset, key)) for key, dataset in sets}
+    missing = set[str]()
+    for name in config.env.verifiers:
+        source = FROM_VERIFIERS + name
+        for split in sorted({split for one, split in asked if one == source}) or ["train"]:
+            try:
+                find_rows(source, config.env, split=split)
+            except ConfigError as error:
+                look.problems += [problem for problem in error.problems if problem not in look.problems]
+                missing.add(source)
+    return missing
 
 
 def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | None:
@@ -155,13 +177,17 @@ def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str
         def parse(fields: dict[str, object]) -> Parsed[None]:
             return Parsed(None, None if config.has_engines and REQUEST in fields else optional_text(fields, "id"))
 
-        return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
+        return Reader(
+            key, dataset.source, find_data_files(dataset, setting=key, section=config.env), parse, dataset.repeat
+        )
 
     def fast() -> dict[str, str] | None:
         sets = config.data.train_sets
         if not all(is_here(dataset, setting=key) for key, dataset in sets.items()):
             return None
-        files = [path for key, dataset in sets.items() for path in find_data_files(dataset, setting=key)]
+        files = [
+            path for key, dataset in sets.items() for path in find_data_files(dataset, setting=key, section=config.env)
+        ]
         if sum(path.stat().st_size for path in files) > MAX_COMPARED_BYTES:
             return None
         train, _, left_out = read_split(replace(config.data, validation=None), reader_of, lambda row_id, value: row_id)

@@ -28,6 +28,7 @@ from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import in_seconds, safe_text
+from mrl.data.verifiers import command_of, variables_of
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
 from mrl.rollout.gateway import EngineServers, Gateway
@@ -145,6 +146,10 @@ class GatewayActor:
             for name, path in section.own.agents.items():
                 runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
             runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
+            runner.agents |= {
+                name: [FunctionAgent(f"env.verifiers.{name}", command_of(name, section), variables_of(python))]
+                for name, python in section.verifiers.items()
+            }
             server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             if section.has_gym_servers:

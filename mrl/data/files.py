@@ -16,12 +16,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from conversion.files.reading import name_inside, read_file, read_json
 from mrl.config.model import is_hub_id
 from mrl.config.schema.data import known_dataset
+from mrl.config.schema.env import FROM_VERIFIERS
 from mrl.data.records import SUFFIXES
+from mrl.data.verifiers import find_rows
 
 if TYPE_CHECKING:
     from datasets.utils.metadata import MetadataConfigs
 
     from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.env import EnvConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +36,14 @@ FORMS = (".parquet", ".arrow", ".jsonl", ".json")
 """Forms in order of preference: a folder that has several holds the same rows in each."""
 
 
-def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
-    """The files with the rows of a data set, in order. `setting` is its config key, for messages."""
+def find_data_files(dataset: DatasetConfig, *, setting: str, section: EnvConfig | None = None) -> list[Path]:
+    """The files with the rows of a data set, in order. `setting` is its config key, for messages.
+
+    `section` has the environments of verifiers whose rows a data set may be.
+    """
     source = dataset.source
+    if section is not None and source.startswith(FROM_VERIFIERS):
+        return [find_rows(source, section, split=split_of(dataset, setting))]
     path = Path(source)
     try:
         if os.path.lexists(path):
@@ -65,6 +73,11 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
     return _files_in(folder, dataset, setting)
 
 
+def split_of(dataset: DatasetConfig, setting: str) -> str:
+    """The split of a verifiers environment's data that a data set reads: its own, or that of its place."""
+    return dataset.split or ("validation" if setting.startswith("data.validation") else "train")
+
+
 def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
     if path.is_file():
         if not path.name.lower().endswith(SUFFIXES):
@@ -79,7 +92,7 @@ def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]
 
 def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
     """True when `find_data_files` finds a data set without a download."""
-    if os.path.exists(dataset.source):
+    if os.path.exists(dataset.source) or dataset.source.startswith(FROM_VERIFIERS):
         return True
     try:
         return is_hub_id(dataset.source) and bool(

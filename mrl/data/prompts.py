@@ -185,7 +185,7 @@ def prompt_reader(
         return text
 
     files, hint = (
-        find_data_files(dataset, setting=key),
+        find_data_files(dataset, setting=key, section=config.env),
         partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True),
     )
     return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast
 
 import aiohttp
@@ -91,9 +92,15 @@ class Ran:
 
 
 class FunctionAgent:
-    """An agent that is a function of the user's, in a process that is replaced when it dies."""
+    """An agent in a process that is replaced when it dies: a function of the user's, or an environment of verifiers."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, command: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`path` is the function, or the name of what `command` serves, with these environment variables."""
+        # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
+        self._variables = variables or {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        self._words = (*command, "serve") if command else (sys.executable, "-m", "mrl.rollout.agent_child", path)
         self.path = path
         # Stays open in this process: requests that come between two children wait for the next one.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -167,21 +174,13 @@ class FunctionAgent:
 
     async def _keep_alive(self) -> None:
         descriptor = self._listener.fileno()
-        # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         while self._num_failed < MAX_FAILED_STARTS:
             reports, report_fd = os.pipe()
-            arguments = (
-                sys.executable,
-                "-m",
-                "mrl.rollout.agent_child",
-                self.path,
-                str(descriptor),
-                str(report_fd),
-                str(os.getpid()),
-            )
             process = subprocess.Popen(
-                arguments, stdin=subprocess.PIPE, pass_fds=(descriptor, report_fd), env=variables
+                [*self._words, str(descriptor), str(report_fd), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=(descriptor, report_fd),
+                env=self._variables,
             )
             os.close(report_fd)
             reading = asyncio.ensure_future(self._read_reports(reports))
@@ -197,9 +196,7 @@ class FunctionAgent:
             self._blocker = {}
             logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
         times = f"{self._num_failed} times in a row before it could run a rollout"
-        self._broken.set_exception(
-            RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log")
-        )
+        self._broken.set_exception(RuntimeError(f"agents: the process of {self.path} died {times}; see gateway.log"))
 
     async def _look_for_life(self) -> None:
         """Notes when the process answers; if it ends first, `_keep_alive` notices."""

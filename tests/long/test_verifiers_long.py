@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of verifiers, run by `examples/verifiers_agent.py`, in real steps: ids trained are ids sampled.
+"""Environments of verifiers, by name and by `examples/verifiers_agent.py`, in real steps: ids trained are ids sampled.
 
 `VERIFIERS_PYTHON` names the Python of an environment of its own: `pip install verifiers==0.4.0 uv`. Its programs are
-prepared by uv, which takes a network the first time.
+prepared by uv, which takes a network the first time. `VERIFIERS_CLASSIC_PYTHON` has `'verifiers>=0.1.14,<0.4'`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from mrl.recipes.tiny import prepare_tiny
+from tests.learn.quickstart import TRAIN_TIMEOUT_S, call
 from tests.long.calling_model import CHAT, Steps, save_calling_model
 from tests.sources import ROOT
 from tests.stack.loop.conftest import LiveRun, live_run
 from tests.stack.loop.test_agents import watch
 from tests.waiting import HANG_S, wait_until
 
-PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
+PYTHON, CLASSIC_PYTHON = (os.environ.get(f"VERIFIERS_{kind}PYTHON", "") for kind in ("", "CLASSIC_"))
 pytestmark = [
     pytest.mark.long("verifiers"),
     pytest.mark.timeout(3600),
@@ -98,3 +100,41 @@ def test_three_steps_train_what_was_sampled(live: LiveRun, monkeypatch: pytest.M
         for name in AGENTS:
             assert not any(key.startswith(f"rollout/{name}/untrained") for key in metrics), name
     assert live.state.weight_version > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "python", "arguments"),
+    [("capital", PYTHON, []), ("classic_sums", CLASSIC_PYTHON, ["++env.verifiers_args.classic_sums.largest=40"])],
+)
+def test_an_environment_trains_by_its_name(tmp_path: Path, name: str, python: str, arguments: list[str]):
+    """Two steps, and one after a resume, which reads the rows anew; rewards are those of the environment's judge."""
+    if not python:
+        pytest.skip("no Python is named for it")
+    prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
+    (tmp_path / "prepared").symlink_to(ROOT / "prepared")
+    (tmp_path / f"{name}.py").write_text((TASKS / f"{name}.py").read_text())
+    train = [
+        "-m",
+        "mrl.train",
+        "grpo_tiny.yaml",
+        f"++env.verifiers.{name}={python}",
+        f"data.train.data_path=verifiers:{name}",
+        *arguments,
+        "++data.train.split_validation_size=2",
+        "data.validation=null",
+        "cluster.cpu_units_per_node=2",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=8",
+        "grpo.val_at_start=false",
+        "checkpointing.checkpoint_dir=run",
+    ]
+    for num_steps in (2, 3):
+        call(tmp_path, *train, f"grpo.max_num_steps={num_steps}", timeout_s=TRAIN_TIMEOUT_S)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3]
+    for row in (row for row in rows if "train/loss" in row):
+        assert row[f"rollout/{name}/failed"] == row[f"rollout/{name}/lost_attempts"] == 0
+        assert row["train/token_mult_prob_error"] <= 1.001
+        if name == "classic_sums":  # weights 1 and 0.1 of its rubric
+            judged = row[f"rollout/{name}/is_right"] + 0.1 * row[f"rollout/{name}/num_digits"]
+            assert row[f"rollout/{name}/reward"] == pytest.approx(judged)

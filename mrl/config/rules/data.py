@@ -14,7 +14,15 @@ from mrl.config.errors import Problems, is_required
 from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.rules.gym_servers import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
-from mrl.config.schema.env import BUILT_IN, CALLS_TOOLS, REASONING_PARSERS, SERVERS, TOOL_PARSERS, EnvConfig
+from mrl.config.schema.env import (
+    BUILT_IN,
+    CALLS_TOOLS,
+    FROM_VERIFIERS,
+    REASONING_PARSERS,
+    SERVERS,
+    TOOL_PARSERS,
+    EnvConfig,
+)
 from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
@@ -70,13 +78,21 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
     """Checks that the environments of section `env`, and the one of `data.default.env_name`, exist."""
     section = config.env
     check_gym(config, problems)
-    sections = {"own.functions": section.own.functions, "own.agents": section.own.agents, "remote": section.remote}
+    sections = {
+        "own.functions": section.own.functions,
+        "own.agents": section.own.agents,
+        "remote": section.remote,
+        "verifiers": section.verifiers,
+    }
     seen = dict.fromkeys((*BUILT_IN, NEMO_GYM), "a built-in environment")
     for where, named in sections.items():
         for name in named:
             if name in seen:
                 problems.add(f"env.{where}.{name}", f"{seen[name]} has that name", "choose another")
             seen[name] = f"one of env.{where}"
+    for name in section.verifiers_args.keys() - section.verifiers.keys():
+        rule, known = "env.verifiers has no such environment", ", ".join(section.verifiers)
+        problems.add(f"env.verifiers_args.{name}", rule, f"use {known}" if known else f"set env.verifiers.{name}")
     if section.has_agents:
         _check_agents(config, problems)
     tables = section.workplace_assistant.tables_path
@@ -120,7 +136,12 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
 
 def _check_agents(config: RunConfig, problems: Problems) -> None:
     gym = "env.nemo_gym.command" if config.env.nemo_gym.command else "env.nemo_gym.head_server.host"
-    key = "env.own.agents" if config.env.own.agents else "env.remote" if config.env.remote else gym
+    named = {
+        "env.own.agents": config.env.own.agents,
+        "env.remote": config.env.remote,
+        "env.verifiers": config.env.verifiers,
+    }
+    key = next((where for where, agents in named.items() if agents), gym)
     for name, url in config.env.remote.items():
         try:
             parts = urlsplit(url)
@@ -154,9 +175,22 @@ def check_data(config: RunConfig, problems: Problems) -> None:
         names = (*environment_names(config.env), NEMO_GYM)
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
             problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
+        if (dataset.data_path or "").startswith(FROM_VERIFIERS):
+            _check_environment_rows(key, dataset, config, problems)
     for key, section in (("data.train", data.train), ("data.validation", data.validation)):
         if section is not None and section.datasets == []:
             problems.tell(key, "[]", "a list of data sets has one at least", "give a data set")
+
+
+def _check_environment_rows(key: str, dataset: DatasetConfig, config: RunConfig, problems: Problems) -> None:
+    name = (dataset.data_path or "").removeprefix(FROM_VERIFIERS)
+    if name not in config.env.verifiers:
+        rule = f"env.verifiers has no environment {name}"
+        known = ", ".join(FROM_VERIFIERS + one for one in config.env.verifiers)
+        problems.add(f"{key}.data_path", rule, f"use {known}" if known else f"set env.verifiers.{name}=PYTHON")
+    elif not config.has_engines:
+        rule = "rows of verifiers are asked and judged, and nobody samples here"
+        problems.add(f"{key}.data_path", rule, "use rows with answers to learn")
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
@@ -166,7 +200,7 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         problems.add(name_key, "no such data set is known", f"leave it out, or use one of {', '.join(DATASETS)}")
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([is_required(f"{key}.data_path")])
-    elif path is not None and not os.path.exists(path) and not is_hub_id(path):
+    elif path is not None and not (path.startswith(FROM_VERIFIERS) or os.path.exists(path) or is_hub_id(path)):
         way_out = (
             "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "
             "or a data set's id on the Hugging Face Hub"

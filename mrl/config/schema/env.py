@@ -100,6 +100,10 @@ class OwnEnvConfig(WorkersConfig):
     """
 
 
+FROM_VERIFIERS = "verifiers:"
+"""Begins a `data_path` that names an environment of `env.verifiers`, whose data set is read."""
+
+
 @dataclass
 class EffortConfig:
     """Rewards of rows whose last question has `low_string`, `r` becoming `r + r * max(l, 0) + low_penalty * min(l, 0)`.
@@ -199,6 +203,14 @@ class EnvConfig:
     own: OwnEnvConfig = field(default_factory=OwnEnvConfig)
     remote: dict[str, str] = field(default_factory=dict)
     """Agents on servers of yours, `name: URL` (docs/extend/your_agent.md); rows choose by `env_name`."""
+    verifiers: dict[str, str] = field(default_factory=dict)
+    """Environments of the library verifiers, `name: Python in which it and verifiers are installed`
+    (docs/environments.md).
+
+    `data_path: verifiers:NAME` reads the rows of one.
+    """
+    verifiers_args: dict[str, Any] = field(default_factory=dict)
+    """Name of one of them -> arguments of its `load_environment`, or keys of its taskset's config, by name."""
     agent_timeout_s: AboveZero = 1800.0
     """Seconds for one rollout of an agent, those in which its engine trains or waits included; then it is masked."""
     should_use_nemo_gym: bool = False
@@ -211,8 +223,8 @@ class EnvConfig:
 
     @property
     def agents(self) -> dict[str, str]:
-        """Path or URL of every agent, by name."""
-        return {**self.own.agents, **self.remote}
+        """Path, URL or Python of every agent, by name."""
+        return {**self.own.agents, **self.remote, **self.verifiers}
 
     @property
     def has_agents(self) -> bool:

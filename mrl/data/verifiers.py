@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of the library verifiers (`env.verifiers`): their rows, which a program in their own Python prints."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from mrl.config.errors import ConfigError, Problem
+from mrl.config.schema.env import FROM_VERIFIERS, EnvConfig
+
+PROGRAM = Path(__file__).with_name("verifiers_child.py")
+REFUSED = 3
+"""Exit code of the program that says what is missing."""
+NOT_THEIRS = ("PYTHONHOME", "VIRTUAL_ENV")
+"""Environment variables of this Python, which the program must not inherit."""
+
+
+def command_of(name: str, section: EnvConfig, split: str = "train") -> list[str]:
+    """Words of the program that serves an environment, or prints its rows."""
+    spec = {"name": name, "args": section.verifiers_args.get(name) or {}, "split": split}
+    # -P: modules are not looked for in the program's own folder.
+    return [section.verifiers[name], "-P", str(PROGRAM), json.dumps(spec, sort_keys=True)]
+
+
+def variables_of(python: str) -> dict[str, str]:
+    """The program's environment variables: modules of the run's folder are found, and tools beside its Python."""
+    variables = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
+    for name, first in (("PATH", os.path.dirname(python)), ("PYTHONPATH", os.getcwd())):
+        variables[name] = os.pathsep.join(filter(None, (first, os.environ.get(name))))
+    return variables
+
+
+def find_rows(source: str, section: EnvConfig, *, split: str) -> Path:
+    """The file with the rows of `verifiers:NAME`. ConfigError: it is not installed, or its arguments do not fit."""
+    name = source.removeprefix(FROM_VERIFIERS)
+    return _write_rows(name, tuple(command_of(name, section, split)))
+
+
+@functools.cache
+def _write_rows(name: str, command: tuple[str, ...]) -> Path:
+    python, key = command[0], f"env.verifiers.{name}"
+
+    def refused(rule: str, way_out: str) -> ConfigError:
+        return ConfigError([Problem("verifiers", key, python, rule, way_out, "to be provided")])
+
+    if shutil.which(python) is None:
+        raise refused("no such program on this machine", "give the Python in which verifiers is installed")
+    folder = tempfile.mkdtemp(dir=_folder().name)
+    file = Path(folder) / f"{name.rpartition('/')[2]}.jsonl"
+    with file.open("w", encoding="utf-8") as rows:
+        done = subprocess.run(
+            [*command, "rows"], stdout=rows, stderr=subprocess.PIPE, text=True, env=variables_of(python)
+        )
+    if done.returncode == REFUSED:
+        raise refused(**json.loads(file.read_text(encoding="utf-8").splitlines()[-1]))
+    if done.returncode:
+        raise refused(f"its environment failed: {done.stderr.strip()[-1000:]}", "correct it")
+    return file
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="mrl-verifiers-")
