@@ -17,6 +17,8 @@ from mrl.config.schema.env import FROM_VERIFIERS, EnvConfig
 PROGRAM = Path(__file__).with_name("verifiers_child.py")
 REFUSED = 3
 """Exit code of the program that says what is missing."""
+ROWS_S = 1800
+"""Seconds for all rows: an environment may download its data set first."""
 NOT_THEIRS = ("PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables of this Python, which the program must not inherit."""
 
@@ -53,10 +55,18 @@ def _write_rows(name: str, command: tuple[str, ...]) -> Path:
         raise refused("no such program on this machine", "give the Python in which verifiers is installed")
     folder = tempfile.mkdtemp(dir=_folder().name)
     file = Path(folder) / f"{name.rpartition('/')[2]}.jsonl"
-    with file.open("w", encoding="utf-8") as rows:
-        done = subprocess.run(
-            [*command, "rows"], stdout=rows, stderr=subprocess.PIPE, text=True, env=variables_of(python)
-        )
+    try:
+        with file.open("w", encoding="utf-8") as rows:
+            done = subprocess.run(
+                [*command, "rows"],
+                stdout=rows,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=variables_of(python),
+                timeout=ROWS_S,
+            )
+    except subprocess.TimeoutExpired:
+        raise refused(f"it has given no rows within {ROWS_S} s", "download what it reads before the start") from None
     if done.returncode == REFUSED:
         raise refused(**json.loads(file.read_text(encoding="utf-8").splitlines()[-1]))
     if done.returncode:

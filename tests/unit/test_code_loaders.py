@@ -84,6 +84,10 @@ REASONS = {
         "conversion/peft_check.py",
         "AutoConfig.from_pretrained",
     ): "a config.json without auto_map, written by the same function",
+    (
+        "mrl/data/verifiers_child.py",
+        "importlib.import_module",
+    ): "the environment that the config names: the user's code, in a Python of its own",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

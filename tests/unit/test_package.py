@@ -25,8 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"hydra": "hydra-core", "megatron": "megatron-core", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
 DISTRIBUTIONS |= {"prometheus_client": "prometheus_client"}
 # Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it
-# needs; pynvml is what nvidia-ml-py installs.
-OPTIONAL = {"mamba_ssm", "transformer_engine", "triton", "pynvml"}
+# needs; pynvml is what nvidia-ml-py installs; verifiers is imported in a Python of its own.
+OPTIONAL = {"mamba_ssm", "transformer_engine", "triton", "pynvml", "verifiers"}
 
 
 def names(requirements: list[str]) -> set[str]:
