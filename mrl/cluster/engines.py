@@ -221,7 +221,7 @@ class EngineGroup(Actors[EngineVerbs]):
             self.base_urls[index] = str(base_url)
         self.publish()
         logger.info(
-            "HTTP servers of the engines: %s; the key stands in %s",
+            "HTTP servers of the engines: %s; their key is in %s",
             ", ".join(self.base_urls),
             self.log_folder / FILE_NAME,
         )

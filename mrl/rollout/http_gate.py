@@ -254,7 +254,7 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
         if not is_trusted:
             return (
                 401,
-                "the API key is missing or wrong (the run's stands in its endpoints.json), or the session is over",
+                "the API key is missing or wrong (the run's is in its endpoints.json), or the session is over",
             )
         # The parser has refused what is no number.
         return too_long if length is not None and int(length) > max_body else None

@@ -84,7 +84,7 @@ function chart(box, title, names, kind) {
   const plot = new uPlot({
     title, width: Math.max(240, box.clientWidth), height: 240, cursor: { sync: { key: "steps" } },
     scales: { x: { time: false }, y: isStack ? { range: (_, __, max) => [0, max || 1] } : state.log ? { distr: 3 } : {} },
-    axes: [axis({ label: "step", labelSize: 16, size: 34, incrs: WHOLE }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
+    axes: [axis({ label: "step", labelSize: 16, size: 34, incrs: WHOLE }), axis({ size: 72, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
     series: [{ label: "step" }, ...order.map((i) => series[i])],
     hooks: { setScale: [noteZoom] },
   }, [steps, ...order.map((i) => drawn[i])], box);

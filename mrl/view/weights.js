@@ -53,7 +53,7 @@ function weights() {
   const series = run().series, of = (name, i) => (series[name] || [])[i];
   charts = [];
   const places = series.step.map((_, i) => i).filter((i) => typeof of("refit/seconds", i) === "number");
-  const share = (i) => (of("time/total", i) ? `${shown(100 * of("time/refit", i) / of("time/total", i))} %` : "–");
+  const share = (i) => (of("time/total", i) ? `${(100 * of("time/refit", i) / of("time/total", i)).toFixed(1)} %` : "–");
   const rows = places.slice(-NUM_REFITS).reverse().map((i) => [series.step[i], of("refit/weight_version", i), shown(of("refit/seconds", i)),
     share(i), bytes(of("refit/verified_bytes", i)), bytes(of("refit/padding_bytes", i))]);
   const verified = places.reduce((sum, i) => sum + (of("refit/verified_bytes", i) || 0), 0);
@@ -71,19 +71,20 @@ function memory(one) {
   if (!one.memory.length) return null;
   const gpu = one.memory.some((row) => row.gpu_used_bytes || row.predicted_bytes);
   const rows = one.memory.map((row) => [row.phase, ...(gpu ? [bytes(row.predicted_bytes), bytes(row.gpu_used_bytes), bytes(row.gpu_peak_bytes)] : []), bytes(row.host_bytes), bytes(row.engine_host_bytes)]);
-  return h("section", {}, h("h2", {}, "Memory by phase, of the worst policy rank and engine"),
-    table(["phase", ...(gpu ? ["predicted of a GPU", "in use on a GPU", "peak of a rank's tensors"] : []), "host memory of a rank", "of an engine"], rows));
+  return h("section", {}, h("h2", {}, "Memory by phase, of the fullest policy rank and engine"),
+    table(["phase", ...(gpu ? ["predicted for a GPU", "in use on a GPU", "peak of a rank's tensors"] : []), "host memory of a rank", "host memory of an engine"], rows));
 }
 
 function resources() {
   const one = run();
   charts = [];
   const left = one.disk ? `${bytes(one.disk.free)} of ${bytes(one.disk.total)} are free on the disk of the run folder; it holds `
-    + `${counted(one.checkpoints.length, "checkpoint")} of ${bytes(one.checkpoints.reduce((sum, saved) => sum + saved.bytes, 0))}.` : null;
+    + `${counted(one.checkpoints.length, "checkpoint")} of ${bytes(one.checkpoints.reduce((sum, saved) => sum + saved.bytes, 0))} in all.` : null;
   return h("div", {}, left ? h("p", {}, left) : null, memory(one),
     drawn([["Seconds of a checkpoint", ["time/checkpoint", "time/checkpoint_hidden"]],
-      ["TFLOPS of a GPU", ["performance/train_flops_per_gpu"]], ["Share of the peak", ["performance/train_fp_utilization"]],
+      ["TFLOPS per GPU, or per policy rank on CPUs", ["performance/train_flops_per_gpu"]], ["Share of the peak", ["performance/train_fp_utilization"]],
       ["Packing efficiency", ["train/packing_efficiency"]], ["Engine idle share", ["rollout/engine_idle_fraction"]]]),
+    one.checkpoints.length ? h("h2", {}, "Checkpoints") : null,
     one.checkpoints.length ? table(["checkpoint", "files", "size"], one.checkpoints.map((saved) => [`step ${saved.step}`, saved.files, bytes(saved.bytes)])) : null);
 }
 
