@@ -54,7 +54,7 @@ function said(row) {
   const all = row.conversations || [];
   if (!all.length) return [h("pre", {}, row.content[1])];
   return all.flatMap((messages, i) => [
-    all.length > 1 ? h("small", {}, `conversation ${i + 1} of ${all.length}`) : null,
+    all.length > 1 ? h("div", {}, h("small", {}, `conversation ${i + 1} of ${all.length}`)) : null,
     ...messages.map(({ role, content }) => h("section", { class: "turn" }, h("small", {}, role), h("pre", {}, content)))]);
 }
 
