@@ -26,7 +26,7 @@ from mrl.config.model import with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import JOB, run_entry, start_logging
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
@@ -221,7 +221,7 @@ def wait_for_nodes(
                 or f"{num_nodes - len(joined)} of {num_nodes} nodes"
             )
             raise RuntimeError(
-                f"{online} of {num_slots} slots are online after {in_seconds(timeout_s)} (JOIN_TIMEOUT_S); missing, "
+                f"{online} of {num_slots} slots are online after {rounded(timeout_s)} s (JOIN_TIMEOUT_S); missing, "
                 f"see the logs: {missing}"
             )
         time.sleep(POLL_S)

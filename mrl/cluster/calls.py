@@ -28,7 +28,7 @@ from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, NoCluster, way_out
 from mrl.cluster.members import dead_head, lost_nodes
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.refit import GivenUp
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def wait_all(
             ready, _ = ray.wait(list(keys), num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 missing = [str(key) for key in keys.values()]
-                limit = f"{in_seconds(deadline_s)} (the limits are set in section `deadlines`)"
+                limit = f"{rounded(deadline_s)} s (the limits are set in section `deadlines`)"
                 told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
                 raise DeadlineExceeded(f"{what}: no answer from {', '.join(missing)} within {limit}{told}")
             ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)

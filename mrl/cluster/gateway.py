@@ -27,7 +27,7 @@ from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import in_seconds, safe_text
+from mrl.config.texts import rounded, safe_text
 from mrl.data.verifiers import command_of, variables_of
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
@@ -261,7 +261,7 @@ class AgentGateway(Actors[GatewayActor]):
     def _say_waiting(self, waiting: Mapping[str, tuple[int, str]]) -> None:
         for name in waiting.keys() - self._waiting:
             count, reason = waiting[name]
-            limit = f"each at most {in_seconds(self.config.env.agent_timeout_s)} (env.agent_timeout_s)"
+            limit = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)"
             logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
         self._waiting = set(waiting)
 

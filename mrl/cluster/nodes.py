@@ -19,7 +19,7 @@ from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.hosts import HostLog, HostSampler, sample_until
 from mrl.cluster.runtime import SLOT_RESOURCE, join_cluster
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _reply(reference: ray.ObjectRef, timeout_s: float, deadline_s: float) -> Rep
     try:
         return Reply(ray.get(reference, timeout=max(0.0, timeout_s)))
     except GetTimeoutError:
-        return Reply(error=f"no answer within {in_seconds(deadline_s)}")
+        return Reply(error=f"no answer within {rounded(deadline_s)} s")
     except RayError as error:
         cause = error.cause if isinstance(error, RayTaskError) else error
         lines = [line for line in str(cause).splitlines() if line.strip()]

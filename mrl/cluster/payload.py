@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from mrl.cluster.calls import put
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.types import Batch, PayloadRef, Rollout, RolloutInfo, RolloutRequest, TeacherTokens, TrainSequence
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_
     try:
         packed = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:
-        raise RuntimeError(f"{what} could not be pulled within {in_seconds(timeout_s)}: {error}") from error
+        raise RuntimeError(f"{what} could not be pulled within {rounded(timeout_s)} s: {error}") from error
     items = {payload: packed[payload.reference].item(payload.index) for payload in payloads}
     assert all(isinstance(item, kind) for item in items.values())
     return items

@@ -33,7 +33,7 @@ from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_faults, rules_of
@@ -286,7 +286,7 @@ class Rewards(Actors[RewardActor]):
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
                 f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within "
-                f"{in_seconds(self.silence_s)} (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
+                f"{rounded(self.silence_s)} s (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
             ) from None
 
     def take_seconds(self) -> float:

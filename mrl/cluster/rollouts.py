@@ -18,7 +18,7 @@ from mrl.cluster.book import GENERATION
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.event_loop import Silence, in_loop
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.data.order import LengthHints
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
 
@@ -211,7 +211,7 @@ class RolloutCollector:
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
         except Silence:
-            limit = f"{in_seconds(self.deadline_s)} (deadlines.generate_s)"
+            limit = f"{rounded(self.deadline_s)} s (deadlines.generate_s)"
             if undecided := self.rewards.num_undecided:
                 raise DeadlineExceeded(
                     f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait "

@@ -37,7 +37,7 @@ from mrl.cluster.members import Member, heads, members
 from mrl.cluster.scheduling import engine_slots, find_uneven_engine, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.envs.workers import usable_cores
 from mrl.plan.deadlines import all_deadlines, start_deadline
 from mrl.signals import LISTENER, MARK, shielded
@@ -224,7 +224,7 @@ def wait_for_graders(config: RunConfig, *, limit_s: float) -> list[dict]:
             return living
         if time.monotonic() > end:
             raise RuntimeError(
-                f"{len(living)} of {wanted} nodes are online after {in_seconds(limit_s)}: cluster.num_nodes="
+                f"{len(living)} of {wanted} nodes are online after {rounded(limit_s)} s: cluster.num_nodes="
                 f"{config.cluster.num_nodes} and env.placement.num_nodes={config.env.placement.num_nodes}, which join "
                 "without slots (docs/cluster.md); look at their logs, or raise deadlines.start_s"
             )
@@ -295,7 +295,7 @@ class Placement:
         self._group: PlacementGroup = placement_group([bundle] * self.num_slots, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise RuntimeError(
-                f"{self.num_slots} slots could not be placed within {in_seconds(timeout_s)}; the cluster has "
+                f"{self.num_slots} slots could not be placed within {rounded(timeout_s)} s; the cluster has "
                 f"{ray.cluster_resources()}; check cluster.num_nodes and cluster.gpus_per_node"
             )
         names: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]

@@ -24,9 +24,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def in_seconds(value: float) -> str:
-    """A time for people, of three digits: `8 s` for 7.99999, `0.25 s`, `86400 s`."""
-    return f"{value:.0f} s" if abs(value) >= 100 else f"{value:.3g} s"
+def rounded(value: float) -> str:
+    """A number for people, in three digits or as a whole one: `8` for 7.99999, `0.25`, `86400`."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -41,7 +41,7 @@ from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, WRITTEN, 
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.gpus import on_gpu
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
@@ -194,7 +194,7 @@ class CheckpointWrite:
         waited_from_s = time.monotonic() - self._begun_at
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
-            raise TimeoutError(f"{self._folder}: not written within {in_seconds(timeout_s)} (deadlines.checkpoint_s)")
+            raise TimeoutError(f"{self._folder}: not written within {rounded(timeout_s)} s (deadlines.checkpoint_s)")
         report = self._written.result(timeout=0)
         return replace(report, hidden_s=min(report.hidden_s, waited_from_s) if self._group is not None else 0.0)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.refit import RefitError
 
 _POLL_S = 0.001
@@ -108,7 +108,7 @@ class ExchangeGroup:
         except RuntimeError as error:
             raise RefitError(
                 f"refit exchange: participant {rank} of {address.size} could not join {address.name!r} at "
-                f"{address.host}:{address.port} within {in_seconds(timeout_s)}: {error}"
+                f"{address.host}:{address.port} within {rounded(timeout_s)} s: {error}"
             ) from error
 
     @contextmanager

@@ -27,7 +27,7 @@ from typing import cast
 import aiohttp
 import numpy as np
 
-from mrl.config.texts import in_seconds, safe_text
+from mrl.config.texts import rounded, safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
@@ -263,7 +263,7 @@ class AgentRunner:
                 reply = await self._ask(task, session, max(1.0, end - time.monotonic()))
             except TimeoutError:
                 reply = {
-                    "error": f"no answer within {in_seconds(self._timeout_s)} (env.agent_timeout_s)",
+                    "error": f"no answer within {rounded(self._timeout_s)} s (env.agent_timeout_s)",
                     "status": "timeout",
                 }
             except AgentUnreached as lost:
@@ -273,7 +273,7 @@ class AgentRunner:
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     continue
                 reply = {
-                    "error": f"no agent within {in_seconds(self._timeout_s)} (env.agent_timeout_s): {lost}",
+                    "error": f"no agent within {rounded(self._timeout_s)} s (env.agent_timeout_s): {lost}",
                     "status": "timeout",
                 }
             except AgentLost as lost:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import yaml
 
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, open_client, read_answer
@@ -145,7 +145,7 @@ class GymServers:
             except AgentUnreached as lost:
                 await self._pause(reason := lost)
         raise RuntimeError(
-            f"env.nemo_gym.head_server: {reason}, for {in_seconds(limit_s)} (env.nemo_gym.start_s); start it, or "
+            f"env.nemo_gym.head_server: {reason}, for {rounded(limit_s)} s (env.nemo_gym.start_s); start it, or "
             "correct the address"
         )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.config.schema.env import NemoGymConfig
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.rollout.gateway import MODEL
 from mrl.rollout.gym import GymServers
 from mrl.rollout.remote import until_readable
@@ -89,7 +89,7 @@ class GymProcess:
             await self._watch
         if not up.done():
             self.end()
-            limit = f"{in_seconds(self.section.start_s)} (env.nemo_gym.start_s)"
+            limit = f"{rounded(self.section.start_s)} s (env.nemo_gym.start_s)"
             raise RuntimeError(
                 f"env.nemo_gym.command: NeMo Gym's servers are not up within {limit}; see {self.log_file}"
             )

@@ -14,7 +14,7 @@ import pytest
 
 from mrl import convert, launch
 from mrl.__main__ import COMMANDS
-from mrl.config.texts import in_seconds
+from mrl.config.texts import rounded
 from mrl.view import __main__ as view_main
 from tests.sources import ROOT
 
@@ -33,13 +33,13 @@ def test_a_command_sets_no_handler_of_its_own(command: str):
 
 
 def test_a_time_that_was_computed_is_printed_in_three_digits():
-    assert [in_seconds(value) for value in (7.99999, 0.25, 12.345, 86400.0, 3599.9999, 1e-9)] == [
-        "8 s",
-        "0.25 s",
-        "12.3 s",
-        "86400 s",
-        "3600 s",
-        "1e-09 s",
+    assert [rounded(value) for value in (7.99999, 0.25, 12.345, 86400.0, 3599.9999, 1e-9)] == [
+        "8",
+        "0.25",
+        "12.3",
+        "86400",
+        "3600",
+        "1e-09",
     ]
     unrounded = re.compile(r"\{[^{}]*[a-z][^{}]*:g\} s(econds)?\b")
     assert [path for path in (ROOT / "mrl").rglob("*.py") if unrounded.search(path.read_text(encoding="utf-8"))] == []
