@@ -51,7 +51,18 @@ def test_no_secret_is_saved(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     "key",
-    ["token", "hf_token", "API_KEY", "apikey", "db-password", "client_secret", "aws_access_key_id", "credentials"],
+    [
+        "token",
+        "hf_token",
+        "API_KEY",
+        "apikey",
+        "db-password",
+        "client_secret",
+        "aws_access_key_id",
+        "credentials",
+        "db_creds",
+        "WIFI_PSK",
+    ],
 )
 def test_keys_of_secrets(key: str):
     assert redact({key: "abc", "list": [{key: "abc"}]}) == {key: "<redacted>", "list": [{key: "<redacted>"}]}

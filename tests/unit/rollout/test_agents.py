@@ -340,6 +340,10 @@ GZIPPED = gzip.compress(b'{"reward": 0.5}')
         ("gzip", GZIPPED[:-4], "ends early"),
         ("gzip", b"{}", "is no gzip"),
         ("br", b"{}", "Content-Encoding 'br'"),
+        ("zstd", b"\x28\xb5\x2f\xfd", "Content-Encoding 'zstd'"),
+        ("gzip, gzip", gzip.compress(GZIPPED), "Content-Encoding 'gzip, gzip'"),
+        ("deflate", zlib.compress(b" " * 2**20 + b"{}"), "over 100,000 bytes once unpacked"),
+        ("", b'{"reward": 0.5}', {"reward": 0.5}),
     ],
 )
 def test_answers_of_servers_have_a_bound(
