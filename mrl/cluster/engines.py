@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,8 @@ from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.types import PayloadRef, Rollout, RolloutInfo, RolloutRequest
+from mrl.rollout.engine_thread import EngineThread
+from mrl.types import PayloadRef, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -61,6 +61,7 @@ class EngineActor:
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
         self._secrets = secrets
+        self._thread = EngineThread()
 
     def build(
         self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str
@@ -69,6 +70,11 @@ class EngineActor:
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
+        return self._thread.do(lambda: self._build(config, device_ids, parts, api_key))
+
+    def _build(
+        self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str
+    ) -> str | None:
         config = with_limits(config, local_gpu() if config.cluster.gpus_per_node else None)
         if config.cluster.num_nodes > 1:
             self._temporary = own_temporary_folder()
@@ -79,7 +85,6 @@ class EngineActor:
         with importing():
             from mrl.rollout.engine import Engine
 
-        has_server = config.policy.generation.vllm_cfg.expose_http_server
         start = time.monotonic()
         spans.begin("build")
         self.engine = Engine(
@@ -97,22 +102,23 @@ class EngineActor:
         self.engine.die_with_workers()
         self.engine.enter("load")
         spans.add("build", start)
-        self._finished_between: list[Rollout] = []
-        self._is_woken = False
-        if not has_server:
+        if not config.policy.generation.vllm_cfg.expose_http_server:
             return None
         from mrl.rollout.http_server import start_server
 
-        self._self = ray.get_runtime_context().current_actor
+        self._thread.serve(self.engine)
         return start_server(
-            self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon
+            self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._thread.wake
         )
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests, steps the engine up to `budget_s`; what finished: metadata, packed payload (same order)."""
+        return self._thread.do(lambda: self._poll(requests, budget_s))
+
+    def _poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
-        finished, self._finished_between = self._finished_between, []
+        finished, self._thread.finished = self._thread.finished, []
         if self.engine.num_unfinished:
             spans.begin("generate", "generate")
             while self.engine.num_unfinished and time.monotonic() < start + (
@@ -124,45 +130,16 @@ class EngineActor:
             else:
                 spans.stretch("generate", start, **self._memory(start))
                 spans.end_stretch()
-        self._wake()
         return ([RolloutInfo.of(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
-    def serve(self) -> None:
-        """Steps the engine for HTTP requests between two polls, and keeps rollouts that it finishes for the next poll.
-
-        The actor calls this itself, behind the driver's earlier calls: one thread does all that touches the engine.
-        """
-        # Before the engine looks for questions: whoever asks from here on calls again.
-        self._is_woken = False
-        start = time.monotonic()
-        end = start + POLL_BUDGET_S
-        try:
-            while self.engine.can_sample and self.engine.callers.are_waiting and time.monotonic() < end:
-                self._finished_between += self.engine.step()
-        except Exception:
-            # Nobody waits for this call. The driver starts an engine that is gone again.
-            logger.exception("A step for requests over HTTP failed; ending the engine")
-            os._exit(1)
-        spans.stretch("serve HTTP", start)
-        if not self.engine.callers.are_waiting:
-            spans.end_stretch()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self.engine.can_sample and self.engine.callers.are_waiting:
-            self._serve_soon()
-
-    def _serve_soon(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            self._self.serve.remote()
-
     def call(self, verb: str, *arguments: object) -> object:
+        return self._thread.do(lambda: self._call(verb, *arguments))
+
+    def _call(self, verb: str, *arguments: object) -> object:
         start = time.monotonic()
         spans.begin(spans.name_of(verb, *arguments), self.engine.phase or "")
         answer = getattr(self.verbs, verb)(*arguments)
         spans.add(spans.name_of(verb, *arguments), start, **self._memory(start))
-        self._wake()
         return answer
 
     def _memory(self, since: float) -> dict[str, spans.Fact]:
@@ -174,7 +151,7 @@ class EngineActor:
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(engine, *arguments)`: tests and diagnostics reach into an engine with it."""
-        return function(self.engine, *arguments)
+        return self._thread.do(lambda: function(self.engine, *arguments))
 
 
 class EngineGroup(Actors[EngineVerbs]):
