@@ -3,7 +3,7 @@
 
 Usage: python -m scripts.bench.prefix [--no-record] [--repeats 3] [--model nemotron_h|qwen3]
 
-Groups of 16 rollouts, prompt to reply 1:1, 4:1 and 16:1, on one rank with one thread. Bare: Megatron's forward passes
+A group of 16 rollouts, prompt to reply 1:1, 4:1 and 16:1, on one rank with one thread. Bare: Megatron's forward passes
 over packed rows of whole rollouts, then its forward, backward and optimizer step. mrl: `compute_old_logprobs` and
 GRPO's `train_step` over the same rollouts with `policy.share_prefixes=true`. Same process, weights, row lengths and
 optimizer, in turns. Seconds are those of the processor, which a busy host changes little. Activations are the bytes
@@ -37,7 +37,7 @@ from tests.models import save_model
 from tests.stack.policy.policy_ranks import open_policy, pack_rows, run_config
 from tests.stack.ranks import Rank, RankPool
 
-GENERATIONS, NUM_PROMPTS = 16, 2
+GENERATIONS = 16
 TIMEOUT_S = 3600.0
 
 
@@ -84,7 +84,7 @@ def rows_of(model_type: str, repeats: int) -> Iterator[Row]:
             yield {
                 "model": model_type,
                 "prompt : reply": f"{case.prompt_tokens // case.reply_tokens} : 1",
-                "tokens, whole": NUM_PROMPTS * GENERATIONS * (case.prompt_tokens + case.reply_tokens),
+                "tokens, whole": GENERATIONS * (case.prompt_tokens + case.reply_tokens),
                 "fewer tokens": round(case.ratio, 2),
                 "mrl s": median(ours),
                 "Megatron s": median(bare),
@@ -116,18 +116,15 @@ def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[li
 
 
 def rollouts(case: Case) -> list[TrainSequence]:
-    """Random groups whose replies have the case's length."""
+    """A group of random replies of the case's length."""
     rng, sequences = np.random.default_rng(0), []
-    for group in range(NUM_PROMPTS):
-        prompt = tuple(rng.integers(0, 256, case.prompt_tokens).tolist())
-        for index in range(GENERATIONS):
-            request = RolloutRequest(
-                f"p{group}", index, 0, 1, prompt, SamplingParams(1.0, 1.0, None, case.reply_tokens, ())
-            )
-            tokens = rng.integers(0, 256, case.reply_tokens).astype(np.int32)
-            logprobs = rng.normal(-5.0, 0.3, case.reply_tokens).astype(np.float32)
-            rollout = Rollout(request, 1, tokens, logprobs, "length")
-            sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
+    prompt = tuple(rng.integers(0, 256, case.prompt_tokens).tolist())
+    for index in range(GENERATIONS):
+        request = RolloutRequest("p", index, 0, 1, prompt, SamplingParams(1.0, 1.0, None, case.reply_tokens, ()))
+        tokens = rng.integers(0, 256, case.reply_tokens).astype(np.int32)
+        logprobs = rng.normal(-5.0, 0.3, case.reply_tokens).astype(np.float32)
+        rollout = Rollout(request, 1, tokens, logprobs, "length")
+        sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
     return sequences
 
 

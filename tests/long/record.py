@@ -111,6 +111,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "plan_points": _PEAKS,
     "ppo": (*_LEARNS, "configs/ppo_tiny.yaml", "mrl/recipes/additions.py"),
     "recompute": ("mrl/policy/model.py", "mrl/policy/step.py", "mrl/policy/mamba_torch.py"),
+    "prefix": (*_UPDATE, "mrl/data/prefixes.py", "mrl/policy/trees.py", "mrl/policy/tree_layers.py"),
     "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
