@@ -93,6 +93,13 @@ def test_a_train_step_is_nearly_as_fast_as_bare_megatron():
         assert number(row, "speed of Megatron's") >= number(row, "at least"), row
 
 
+def test_shared_prefixes_are_faster_than_bare_megatron_on_whole_rows():
+    rows = bench("prefix")
+    assert [row["prompt : reply"] for row in rows] == ["1 : 1", "4 : 1", "16 : 1"]
+    for row in rows:
+        assert number(row, "speed of Megatron's") >= number(row, "at least"), row
+
+
 def test_a_step_takes_little_more_than_its_parts():
     rows = bench("step")
     assert {(row["model"], row["policy ranks"], row["new tokens"]) for row in rows} == {
