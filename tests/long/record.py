@@ -110,7 +110,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "plan_later": _PEAKS,
     "plan_points": _PEAKS,
     "ppo": (*_LEARNS, "configs/ppo_tiny.yaml", "mrl/recipes/additions.py"),
-    "prefix": (*_UPDATE, "mrl/data/prefixes.py", "mrl/policy/trees.py", "mrl/policy/tree_layers.py"),
     "recompute": ("mrl/policy/model.py", "mrl/policy/step.py", "mrl/policy/mamba_torch.py"),
     "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),
