@@ -129,7 +129,7 @@ def record_step(
     """Fetches a step's payloads, and the ranks' tensors before the ranks free those. RuntimeError: one is lost."""
     from mrl.cluster.payload import pull, pull_teacher
 
-    computed, recorded = tensors_of(session), list[Batch]()
+    computed, recorded = tensors_of(session), []
     for batch in batches:
         rollouts = pull([sequence.rollout for sequence in batch.sequences], timeout_s=PULL_S)
         teachers = pull_teacher(batch.sequences, timeout_s=PULL_S)
