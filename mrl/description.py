@@ -11,9 +11,11 @@ from conversion.files.hf_weights import describe_dtypes
 from mrl.config.errors import NotKnown
 from mrl.config.model import read_model
 from mrl.config.rules.gym_servers import describe_routes
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import count_steps
 from mrl.envs.workers import describe_workers, usable_cores
+from mrl.phases import ModelName
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import describe_limits
@@ -23,8 +25,7 @@ COUNTED_ROWS = 20_000
 """Rows that a check counts to say how many steps they make: under a second of reading."""
 
 
-def _model(config: RunConfig) -> str:
-    policy = config.policy
+def _model(policy: PolicyConfig) -> str:
     try:
         sizes = read_model(Path(policy.model_name))
     except ValueError:
@@ -62,8 +63,8 @@ def _slots(config: RunConfig) -> str:
     )
 
 
-def _trainer(config: RunConfig) -> str:
-    megatron, dp = config.policy.megatron_cfg, config.data_parallel_size
+def _trainer(config: RunConfig, model: ModelName = "policy") -> str:
+    megatron, dp = config.model(model).megatron_cfg, config.replicas_of(config.model(model))
     sizes = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size}"
     experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
     lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
@@ -78,15 +79,15 @@ def _teachers(config: RunConfig) -> str:
         else "logprobs of the tokens that the policy drew"
     )
     for model in config.teachers:
-        seen, name = config.of_model(model), model.partition(":")[2]
-        lines.append(f"{name}{': ' if name else ''}{_model(seen)}; {_trainer(seen)}; {what}")
+        name = model.partition(":")[2]
+        lines.append(f"{name}{': ' if name else ''}{_model(config.model(model))}; {_trainer(config, model)}; {what}")
     return "\n".join(lines) or "none"
 
 
 def _critic(config: RunConfig) -> str:
-    seen, alone = config.of_model("critic"), config.ppo.policy_training_start_step
+    alone = config.ppo.policy_training_start_step
     first = f", alone in the first {alone} steps" if alone else ""
-    return f"{_model(seen)}; {_trainer(seen)}; {config.num_passes} passes a step{first}"
+    return f"{_model(config.model('critic'))}; {_trainer(config, 'critic')}; {config.num_passes} passes a step{first}"
 
 
 def _engines(config: RunConfig) -> str:
@@ -179,7 +180,7 @@ def _checkpoints(config: RunConfig) -> str:
 
 ROWS: dict[str, Callable[[RunConfig], str]] = {
     "algorithm": lambda config: config.algorithm,
-    "model": _model,
+    "model": lambda config: _model(config.policy),
     "weights": _weights,
     "slots": _slots,
     "trainer": _trainer,

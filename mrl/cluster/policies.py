@@ -128,7 +128,7 @@ class PolicyActor:
             index: replace(sequence, rollout=replace(sequence.rollout, payload=rollout), teacher=teacher)
             for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True)
         }
-        policy = self.config.of_model(model).policy
+        policy = self.config.model(model)
         sizes = {
             "divisible_by": policy.row_multiple,
             "sequence_multiple": policy.sequence_multiple,
@@ -234,7 +234,8 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """Builds the model on every rank and loads its starting weights. Every rank builds its models in one order."""
         super().__init__(POLICY_RANK, deadline_s=train_deadline(config).seconds, target=(model,))
         self.model: ModelName = model
-        self.config, self.pad_token_id = config.of_model(model), pad_token_id
+        self.config, self.pad_token_id = config, pad_token_id
+        section = config.model(model)
         self.start_s = ranks.start_s
         self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
         self.in_order = ranks.in_order
@@ -245,8 +246,8 @@ class PolicyGroup(Actors[PolicyVerbs]):
             for rank, actor in enumerate(self.handles)
         }
         hf, parallel, root = (
-            Path(self.config.policy.model_name),
-            self.config.policy.megatron_cfg.parallel,
+            Path(section.model_name),
+            section.megatron_cfg.parallel,
             env.cache_root(),
         )
         # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is
@@ -345,7 +346,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
         """Sequences with references to this model's outputs for generated tokens; see `mrl.policy.beside.teach`."""
-        self.set_batches([make_batch(sequences, self.config)])
+        self.set_batches([make_batch(sequences, self.config, self.model)])
         pending, payloads = {}, {}
         with self.in_order:
             for rank, actor in enumerate(self.handles):
@@ -363,7 +364,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 def convert_if_new(config: RunConfig) -> None:
     """Converts the run's models into the cache if missing, while engines start; `PolicyGroup` would do it later."""
     if (root := env.cache_root()) is not None:
-        for section in (config.of_model(model).policy for model in config.sections):
+        for section in config.models.values():
             cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)
 
 

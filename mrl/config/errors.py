@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from mrl.config.schema.keys import KEYS
+from mrl.config.schema.keys import KEYS, SCHEMA
+from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.run import RunConfig
 from mrl.env import is_hidden
 from mrl.phases import ModelName
 
@@ -20,7 +22,7 @@ COMMAND_LINE = "command line"
 
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
-_KEY_OF_POLICY = re.compile(r"(?<![\w./=-])policy\.")
+_OF_POLICY = SCHEMA.children["policy"].children
 _PLACE = re.compile(r"(.+?):(\d+)(?=,|$)")
 
 
@@ -109,17 +111,50 @@ class NotKnown(Exception):
 
 
 class Problems:
-    """Collects the problems of a config."""
+    """Collects the problems of a config, or of the section of one of its models."""
 
-    def __init__(self, config: object, origins: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`config` is a RunConfig, whose values texts quote. `origins`: where keys were set, inherited files first."""
-        self._config = config
-        self._origins = origins
+    def __init__(
+        self, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({}), model: ModelName = "policy"
+    ) -> None:
+        """Texts quote values of `config`. `origins`: where keys were set, inherited files first.
+
+        Rules of every model's section read `section`, and write its keys with `at` in front.
+        """
+        self._config, self._origins, self.model = config, origins, model
+        self._prefix = prefix_of(model)
+        self.at = self._prefix if self._prefix.endswith(".") else ""
         files = (origin.partition(":")[0] for origin in origins.values() if not origin.startswith(COMMAND_LINE))
         self._ranks = {place: rank for rank, place in enumerate(reversed(dict.fromkeys(files)), start=1)}
         self._causes: dict[Problem, str | None] = {}
         self.group = ""
         """Name of the rules that are applied at present, with which ids begin."""
+
+    @property
+    def section(self) -> PolicyConfig:
+        """The model's keys, in the form of the policy's."""
+        return self._config.policy if self.model == "policy" else self._config.model(self.model)
+
+    def name(self, key: str) -> str:
+        """A key as problems name it. Rules may write it as one of `policy`."""
+        rest = self._rest(key)
+        return key if rest is None else self._prefix + rest
+
+    def is_of_section(self, problem: Problem) -> bool:
+        return problem.key.startswith(self._prefix)
+
+    def _rest(self, key: str) -> str | None:
+        """The part of a key below the model's section; None for a key of the run."""
+        is_inside = key.startswith(self._prefix) or (not self.at and key.partition(".")[0] in _OF_POLICY)
+        return key.removeprefix(self._prefix) if is_inside else None
+
+    def _value(self, key: str) -> object:
+        rest = self._rest(key)
+        return value_at(self._config, key) if rest is None else value_at(self.section, rest)
+
+    def _origin(self, key: str) -> str:
+        rest = self._rest(key)
+        names = (key,) if rest is None else (self._prefix + rest, f"policy.{rest}")
+        return next((self._origins[name] for name in names if name in self._origins), "")
 
     def add(self, key: str, rule: str, way_out: str, kind: Kind = "refused", *, others: Sequence[str] = ()) -> None:
         """Adds a problem with the value of a dotted key.
@@ -128,10 +163,10 @@ class Problems:
         begins with the key that the user set last: on the command line, in the file, in a file that it inherits.
         """
         last = self._set_last([key, *others])
-        value = value_at(self._config, last)
+        value = self._value(last)
         shown = REDACTED if is_hidden(last) and isinstance(value, str) else spell(value)
-        problem = Problem(self._id(key), last, shown, rule, way_out, kind, self._origins.get(last, ""))
-        cause = self._set_last([last, *_MENTIONED.findall(rule)]) if kind == "refused" else None
+        problem = Problem(self._id(key), self.name(last), shown, rule, way_out, kind, self._origin(last))
+        cause = self.name(self._set_last([last, *_MENTIONED.findall(rule)])) if kind == "refused" else None
         self._causes.setdefault(problem, cause)
 
     def tell(self, key: str, value: object, rule: object, way_out: str = "", kind: Kind = "refused") -> None:
@@ -142,7 +177,7 @@ class Problems:
         shown = None if value is None else str(value)
         if not way_out:
             rule, _, way_out = str(rule).partition("; ")
-        self.extend([Problem(self._id(key), key, shown, str(rule), way_out, kind, self._origins.get(key, ""))])
+        self.extend([Problem(self._id(key), self.name(key), shown, str(rule), way_out, kind, self._origin(key))])
 
     def extend(self, problems: Iterable[Problem]) -> None:
         """Adds problems that are complete. One that is there stays once."""
@@ -165,13 +200,14 @@ class Problems:
 
     def _id(self, key: str) -> str:
         """The id of a rule about `key`, without indices and names that users give."""
-        parts = re.sub(r"\[\d+\]", "", key).split(".")
+        rest = self._rest(key)
+        parts = re.sub(r"\[\d+\]", "", key if rest is None else f"policy.{rest}").split(".")
         beginnings = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         known = next((beginning for beginning in beginnings if beginning in KEYS), ".".join(parts))
         return "/".join([*self.group.replace(" ", "-").replace("'", "").split(), known])
 
     def _set_last(self, keys: Sequence[str]) -> str:
-        return min(keys, key=lambda key: self._rank(self._origins.get(key, "")))
+        return min(keys, key=lambda key: self._rank(self._origin(key)))
 
     def _rank(self, origin: str) -> int:
         if origin.startswith(COMMAND_LINE):
@@ -204,13 +240,3 @@ def prefix_of(model: ModelName) -> str:
     """Returns the prefix of a model's keys in messages: "policy.", "value.", "teacher.", or one of several teachers."""
     role, _, name = model.partition(":")
     return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")
-
-
-def in_section(problem: Problem, model: ModelName) -> Problem:
-    """A problem of section `policy` as one of a model's section: begins with a key of that, and names others of it."""
-    prefix = prefix_of(model)
-    inside = prefix if prefix.endswith(".") else ""
-    moved = problem.with_keys(lambda text: _KEY_OF_POLICY.sub(inside, text))
-    is_own = problem.key.startswith("policy.")
-    key = prefix + problem.key.removeprefix("policy.") if is_own else moved.key
-    return replace(moved, key=key, also=tuple(in_section(other, model) for other in problem.also))

@@ -353,7 +353,7 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
     )
 
 
-KEY = "policy.hf_config_overrides"
+KEY = "hf_config_overrides"
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 

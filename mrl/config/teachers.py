@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, in_section, prefix_of
+from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, prefix_of
 from mrl.config.files import Key, Setting, Settings, flatten, split_key, wrong
 from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
@@ -156,7 +156,11 @@ def _read(
     }
     inner, _, found = interpret(shared | own.settings, secrets)
     found = [problem for problem in found if problem not in known and problem.key.startswith(f"{STUDENT}.")]
-    problems += [in_section(problem, own.model) for problem in found]
+    prefix = prefix_of(own.model)
+    at = prefix if prefix.endswith(".") else ""
+    for problem in found:
+        moved = problem.with_keys(lambda text: text.replace(f"{STUDENT}.", at))
+        problems.append(replace(moved, key=prefix + problem.key.removeprefix(f"{STUDENT}.")))
     if inner is None or found:
         return None
     for key, origin in inner.facts.origins.items():

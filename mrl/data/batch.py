@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
     from mrl.data.supervised import Example, TokenSequence
+    from mrl.phases import ModelName
 
 
-def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
-    """Batches of a step's updates: `policy.train_global_batch_size` rollouts each, with their sequences, in order."""
-    size = config.policy.train_global_batch_size
+def make_batches(sequences: Sequence[TrainSequence], config: RunConfig, model: ModelName = "policy") -> list[Batch]:
+    """Batches of a model's updates: `train_global_batch_size` rollouts each, with their sequences, in order."""
+    size = config.model(model).train_global_batch_size
     starts = [index for index, sequence in enumerate(sequences) if not sequence.rollout.is_further][::size]
-    return [make_batch(sequences[start:stop], config) for start, stop in pairwise([*starts, len(sequences)])]
+    return [make_batch(sequences[start:stop], config, model) for start, stop in pairwise([*starts, len(sequences)])]
 
 
-def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
+def make_batch(sequences: Sequence[TrainSequence], config: RunConfig, model: ModelName = "policy") -> Batch:
     """The batch of these sequences, a pure function of their order. Invalid sequences do not count in denominators."""
     valid_lengths = [
         sequence.rollout.num_generated
         for sequence in sequences
         if sequence.is_valid and sequence.rollout.num_generated > 0
     ]
-    policy, dp_size = config.policy, config.data_parallel_size
+    policy = config.model(model)
+    dp_size = config.replicas_of(policy)
     infos = [sequence.rollout for sequence in sequences]
     units = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
     if policy.share_prefixes:

@@ -44,9 +44,7 @@ class Critic:
     def judge(self, batches: Sequence[Batch]) -> JudgedStep:
         """Makes the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
-        own = make_batches(
-            list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic")
-        )
+        own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config, "critic")
         self.session.enter("value")
         group.set_batches(own)
         return JudgedStep(own, group.call_on_tokens("compute_values", own))

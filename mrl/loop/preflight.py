@@ -75,7 +75,7 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)
-    overrides = {model: local.of_model(model).policy.hf_config_overrides for model in local.sections}
+    overrides = {model: section.hf_config_overrides for model, section in local.models.items()}
     for model, section in local.sections.items():
         folder = overridden_folder(Path(section.model_name), overrides[model], beside=beside)
         local = with_section(local, model, with_value(section, "model_name", str(folder)))

@@ -98,11 +98,11 @@ def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
 
 def train_deadline(config: RunConfig) -> Deadline:
     """Deadline of each logprob pass, train step and phase switch: deadlines.train_s, or by the longest's operations."""
-    return max((_train_deadline(config.of_model(model)) for model in config.sections), key=lambda found: found.seconds)
+    return max((_train_deadline(config, model) for model in config.models), key=lambda found: found.seconds)
 
 
-def _train_deadline(config: RunConfig) -> Deadline:
-    policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
+def _train_deadline(config: RunConfig, model: ModelName) -> Deadline:
+    policy, parts = config.model(model), {f"{BUSY_S:g} s for a busy host": BUSY_S}
     num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
     if config.has_engines:
         num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
@@ -114,7 +114,7 @@ def _train_deadline(config: RunConfig) -> Deadline:
         rate = f"{flops / 1e12:g} TFLOPS"
     try:
         read_model(Path(policy.model_name))
-        cost = sequence_cost(policy.model_name, config.mtp_steps)
+        cost = sequence_cost(policy.model_name, config.mtp_steps_of(model))
         compute_s = num_sequences * (cost.of(length) + cost.scan_per_token * length) / (ranks * flops)
         parts[
             f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"

@@ -78,7 +78,7 @@ def read_model(config: RunConfig) -> PlanModel:
 def _read(
     config: RunConfig, model: ModelName, beside: Mapping[ModelName, PlanModel] = MappingProxyType({})
 ) -> PlanModel:
-    section = config.of_model(model).policy
+    section = config.model(model)
     try:
         folder = model_folder(section.model_name, with_weights=False).resolve()
         return PlanModel(read_hf_config(folder, section.hf_config_overrides), beside, folder)
@@ -86,9 +86,9 @@ def _read(
         raise ValueError(f"{prefix_of(model)}model_name={section.model_name}: {error}") from error
 
 
-def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE) -> Row:
-    """The longest row of training, or of logprob passes, as a rank computes it."""
-    policy = config.policy
+def row_of(config: RunConfig, model: ModelName = "policy", *, is_training: bool, imbalance: float = IMBALANCE) -> Row:
+    """The longest row of a model's training, or of its logprob passes, as a rank computes it."""
+    policy = config.model(model)
     megatron, packing, dynamic = policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching
     fills = packing if packing.enabled else dynamic
     tokens = fills.train_mb_tokens if is_training else fills.logprob_mb_tokens
@@ -112,10 +112,11 @@ def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE
     )
 
 
-def state_rules(config: RunConfig) -> StateRules:
-    """Returns the bytes of each state per element, and the number of ranks that share it."""
-    megatron, settings = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer
-    is_bf16, is_sharded = config.policy.precision == "bfloat16", settings.use_distributed_optimizer
+def state_rules(config: RunConfig, model: ModelName = "policy") -> StateRules:
+    """Returns the bytes of each state of a model per element, and the number of ranks that share it."""
+    section = config.model(model)
+    megatron, settings = section.megatron_cfg, section.megatron_cfg.optimizer
+    is_bf16, is_sharded = section.precision == "bfloat16", settings.use_distributed_optimizer
     ranks = config.num_policy_ranks // megatron.pipeline_model_parallel_size
     experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return StateRules(
@@ -129,7 +130,8 @@ def state_rules(config: RunConfig) -> StateRules:
     )
 
 
-def num_microbatches(config: RunConfig) -> int:
-    """Most rows of an update on a data-parallel rank: each sequence in a row of its own."""
-    per_row = 1 if config.policy.sequence_packing.enabled else config.policy.train_micro_batch_size
-    return max(1, config.policy.train_global_batch_size // config.data_parallel_size // per_row)
+def num_microbatches(config: RunConfig, model: ModelName = "policy") -> int:
+    """Most rows of a model's update on a data-parallel rank: each sequence in a row of its own."""
+    section = config.model(model)
+    per_row = 1 if section.sequence_packing.enabled else section.train_micro_batch_size
+    return max(1, section.train_global_batch_size // config.replicas_of(section) // per_row)

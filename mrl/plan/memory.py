@@ -13,7 +13,7 @@ from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
 from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
+from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, read_model, row_of, state_rules
@@ -185,29 +185,32 @@ class Work:
 
 
 def work_of(
-    config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE
+    config: RunConfig, model: PlanModel, pp_rank: int, name: ModelName = "policy", *, imbalance: float = IMBALANCE
 ) -> Work:
-    """Memory of a rank of this role's model at a pipeline stage; `config` has it as `policy` (`RunConfig.of_model`)."""
-    megatron, shape = config.policy.megatron_cfg, model.shape
+    """Memory of a rank of the model of this name at a pipeline stage."""
+    section, shape = config.model(name), model.shape
+    megatron = section.megatron_cfg
     parallel, is_last, chunk_tokens = (
         megatron.parallel,
         pp_rank == megatron.parallel.pp - 1,
-        config.policy.output_chunk_tokens,
+        section.output_chunk_tokens,
     )
-    states = stage_states(config, model, pp_rank, role)
-    counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config))
+    states = stage_states(config, model, pp_rank, name)
+    counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config, name))
     chunks = [
         [shape.layers[i] for i in parallel.layers_of(pp_rank, len(shape.layers), chunk)]
         for chunk in range(parallel.vpp)
     ]
-    steps = config.mtp_steps if is_last else 0
+    steps = config.mtp_steps_of(name) if is_last else 0
     chunks[-1] = chunks[-1] + [*model.mtp_pattern] * steps
     stage = Stage(list(zip(chunks, counts, strict=True)), is_last, extra_outputs=steps)
-    row, forward_row = (row_of(config, is_training=is_training, imbalance=imbalance) for is_training in (True, False))
+    row, forward_row = (
+        row_of(config, name, is_training=is_training, imbalance=imbalance) for is_training in (True, False)
+    )
     persistent = persistent_bytes(
         shape, stage, row, pp=parallel.pp, workspaces=(7 if shape.experts else 3) * _WORKSPACE
     )
-    has_logits = is_last and not _has_head(config, role)
+    has_logits = is_last and not _has_head(config, name)
     logits = logits_bytes(shape, stage, row, chunk_tokens=chunk_tokens) if has_logits else 0.0
     train = train_peak(states, shape, stage, row, logits=logits, persistent=persistent)
     widest = max(
@@ -215,7 +218,7 @@ def work_of(
     )
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
-    wider = 1 if config.policy.precision == "bfloat16" else 2
+    wider = 1 if section.precision == "bfloat16" else 2
     if steps:
         # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the
         # embedding.
@@ -235,9 +238,8 @@ def works_beside(config: RunConfig, model: PlanModel, *, imbalance: float = IMBA
     """Returns the work of each model other than the policy for its neediest stage: a rank may have any stage of it."""
     found: dict[ModelName, Work] = {}
     for name, other in model.beside.items():
-        seen = config.of_model(name)
-        stages = range(seen.policy.megatron_cfg.pipeline_model_parallel_size)
-        works = [work_of(seen, other, stage, role_of(name), imbalance=imbalance) for stage in stages]
+        stages = range(config.model(name).megatron_cfg.pipeline_model_parallel_size)
+        works = [work_of(config, other, stage, name, imbalance=imbalance) for stage in stages]
         found[name] = max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
     return found
 
@@ -312,21 +314,21 @@ def all_ranks(
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy") -> States:
-    """States of a rank of a pipeline stage; `config` as in `work_of`."""
-    rules = state_rules(config)
-    rules = replace(rules, is_trained=False) if role == "teacher" else rules
-    what = {"trains_mtp": config.mtp_steps > 0, "has_head": _has_head(config, role)}
-    megatron = config.policy.megatron_cfg
+def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, name: ModelName = "policy") -> States:
+    """States of a rank of a pipeline stage of the model of this name."""
+    rules = state_rules(config, name)
+    rules = replace(rules, is_trained=False) if role_of(name) == "teacher" else rules
+    what = {"trains_mtp": config.mtp_steps_of(name) > 0, "has_head": _has_head(config, name)}
+    megatron = config.model(name).megatron_cfg
     states = state_bytes(model.elements.stage(megatron.parallel, pp_rank, **what), rules)
-    if role != "policy" or not megatron.peft.enabled:
+    if name != "policy" or not megatron.peft.enabled:
         return states
     adapted = model.adapted_elements(tuple(megatron.peft.target_modules), tuple(megatron.peft.exclude_modules))
     return replace(states, base=sum(adapted.stage(megatron.parallel, pp_rank)[:2]) * rules.weight_bytes)
 
 
-def _has_head(config: RunConfig, role: Role) -> bool:
-    return config.algorithm == "rm" or role == "critic"
+def _has_head(config: RunConfig, name: ModelName) -> bool:
+    return config.algorithm == "rm" or name == "critic"
 
 
 def least_parts(parts: Parts) -> Parts:
@@ -373,7 +375,7 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     saved = {
         name: size
         for name, size in saved_bytes(config, model).items()
-        if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
+        if config.model(name).megatron_cfg.checkpoint.async_save
     }
     if config.checkpointing.enabled and saved:
         parts["checkpoint being written"] = sum(saved.values()) / config.num_policy_ranks * ranks

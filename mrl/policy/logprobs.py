@@ -31,7 +31,7 @@ def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     Models with one tokenizer may round the rows of their embeddings up differently: 151,936 and 152,064 in Qwen 2.5.
     Engines draw only tokens of the tokenizer.
     """
-    names = [config.of_model(model).policy.model_name]
+    names = [config.model(model).model_name]
     if role_of(model) == "teacher":
         names.append(config.policy.model_name)
     sizes = [int(str(read_config(Path(name) / "config.json")["vocab_size"])) for name in names]

@@ -82,11 +82,12 @@ class PolicyRank:
         """
         check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
-        self._config = config = config.of_model(model)
+        self._config, self._model = config, model
+        self._section = section = config.model(model)
         self._role = role_for(model)
         self._timeout_s, self._rank = timeout_s, rank
         self.megatron = parallel.initialize(
-            config.policy.megatron_cfg,
+            section.megatron_cfg,
             rank=rank,
             world_size=world_size,
             meeting=meeting,
@@ -94,38 +95,38 @@ class PolicyRank:
             seed=config.training.seed,
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
-        self._hf_config = read_config(Path(config.policy.model_name) / "config.json")
-        self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        is_trained, trains_mtp = self._role.trains_in is not None, config.mtp_steps > 0
-        bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
-        self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
+        self._hf_config = read_config(Path(section.model_name) / "config.json")
+        self._layout = live_layout(section, self._hf_config, parallel.coordinates())
+        is_trained, trains_mtp = self._role.trains_in is not None, config.mtp_steps_of(model) > 0
+        bare_chunks = build_model(section, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
+        self._lora = attach_adapters(bare_chunks, section, self._hf_config, seed=config.training.seed)
         has_head = config.algorithm == "rm" or self._role.has_head
         self._head = attach_reward_head(bare_chunks, seed=config.training.seed) if has_head else Layout()
         self._live_layout = self._layout | self._lora.layout | self._head
-        self._chunks = wrap_ddp(bare_chunks, config.policy)
+        self._chunks = wrap_ddp(bare_chunks, section)
         self._models = unwrap_model(self._chunks)
         self._replay: RouterReplay | None = None
-        if config.policy.router_replay.enabled:
+        if section.router_replay.enabled:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
         self._weights = self._arena_tensors(self._tensors)
         self._arena = (
             Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
         )
-        optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
+        optimizer = build_optimizer(self._chunks, section.megatron_cfg)
         num_passes = config.num_scheduled_steps_of(model)
-        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=num_passes)
+        scheduler = build_scheduler(optimizer, section.megatron_cfg, num_train_steps=num_passes)
         self._state = TrainState(self._chunks, optimizer, scheduler)
-        self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
+        self._row_group = section.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
             {},
-            divisible_by=config.policy.row_multiple,
-            sequence_multiple=config.policy.sequence_multiple,
+            divisible_by=section.row_multiple,
+            sequence_multiple=section.sequence_multiple,
             pad_token_id=0,
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
 
-        self.distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
+        self.distribution = TokenDistribution.of(section, vocab_size, is_sampled=config.has_engines)
         self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None
         self._batches: list[RankBatch] = []
@@ -161,7 +162,7 @@ class PolicyRank:
 
     def layout_arguments(self) -> RankPlace:
         """Returns the arguments of `Family.megatron_layout` besides the model's configuration. Not collective."""
-        return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
+        return self._section.megatron_cfg.parallel, parallel.coordinates(), self._section.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
         """Moves gradients and optimizer state where `mrl.phases` wants them if others share the device. Not collective.
@@ -229,7 +230,7 @@ class PolicyRank:
         if problem := checkpoint.find_obstacle(Path(weights_dir)):
             return problem
         self._ready_to_compute()
-        is_async = self._config.policy.megatron_cfg.checkpoint.async_save
+        is_async = self._section.megatron_cfg.checkpoint.async_save
         if is_async and self._save_group is None:
             self._save_group = cast(
                 "dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
@@ -241,7 +242,7 @@ class PolicyRank:
                 hf_config=self._hf_config,
                 # A policy that waits for its critic has no moments yet, and is as it was loaded.
                 save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
-                frozen=self._config.frozen_settings,
+                frozen=self._config.frozen_settings(self._model),
                 adapters=self._lora.description,
                 group=self._save_group if is_async else None,
             )
@@ -281,7 +282,7 @@ class PolicyRank:
         Raises:
             RuntimeError: copies differ; names weights and ranks.
         """
-        if not self._is_settled and self._config.policy.megatron_cfg.optimizer.use_distributed_optimizer:
+        if not self._is_settled and self._section.megatron_cfg.optimizer.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
         # Settled weights are not gathered again: that would overwrite a damaged copy with a good one before it is seen,
@@ -383,9 +384,9 @@ class PolicyRank:
             batch.rows,
             size=batch.size,
             objective=self._objective(batch),
-            megatron=self._config.policy.megatron_cfg,
+            megatron=self._section.megatron_cfg,
             replay=self._replay,
-            skips=self._config.policy.not_finite_steps == "skip",
+            skips=self._section.not_finite_steps == "skip",
         )
         self._has_moments |= not metrics.get("train/num_skipped_updates")
         if batch is self._batches[-1]:
@@ -470,8 +471,8 @@ class PolicyRank:
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage."""
-        if self._config.policy.share_prefixes:
-            add_trees(rows, divisible_by=self._config.policy.row_multiple)
+        if self._section.share_prefixes:
+            add_trees(rows, divisible_by=self._section.row_multiple)
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _objective(self, batch: RankBatch) -> Objective:

@@ -352,8 +352,7 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
             "mcore-to-hf` makes a folder for policy.model_name of its policy)"
         )
     for model in config.trained_models:
-        own = config.of_model(model)
-        megatron = own.policy.megatron_cfg
+        megatron = config.model(model).megatron_cfg
         path = next(checkpoint.weights_of(model).glob(f"iter_*/{RUN_CONFIG_FILE}"), Path())
         saved = _object(path)
         peft, optimizer = saved.get("peft"), saved.get("optimizer")
@@ -368,7 +367,7 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
         section = {"critic": "value"}.get(model, model)
         frozen = optimizer.get("frozen") if isinstance(optimizer, dict) else None
         if not changes and not megatron.peft.enabled and isinstance(frozen, dict):
-            _check_thawed(f"{section}.megatron_cfg", path, frozen, own.frozen_settings)
+            _check_thawed(f"{section}.megatron_cfg", path, frozen, config.frozen_settings(model))
         if changes:
             raise ValueError(
                 f"{section}.megatron_cfg: {'; '.join(changes)}: weights and optimizer state in {checkpoint.folder} "

@@ -25,6 +25,7 @@ from mrl import env
 from mrl.config.errors import ConfigError
 from mrl.config.model import overridden_config, with_value
 from mrl.config.own import code_digest
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.dates import KEY as DATE
@@ -143,10 +144,10 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
         texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))
     texts["policy.tokenizer.chat_template_kwargs"] = _digest(tokenizer.chat_template_kwargs or {})
     texts[DATE] = tokenizer.template_date or UNKNOWN
-    models = {"model": _model_parts(config, hashes)}
+    models = {"model": _model_parts(config.policy, hashes)}
     for model in config.models_beside:
         role, _, name = model.partition(":")
-        parts = _model_parts(config.of_model(model), hashes)
+        parts = _model_parts(config.model(model), hashes)
         models.setdefault(role, {}).update(
             {f"{name}: {part}" if name else part: digest for part, digest in parts.items()}
         )
@@ -157,10 +158,10 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
     return {**models, "tokenizer": texts}
 
 
-def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
-    folder = Path(config.policy.model_name)
+def _model_parts(model: PolicyConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
+    folder = Path(model.model_name)
     weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
-    settings = overridden_config(read_model_config(folder), config.policy.hf_config_overrides)
+    settings = overridden_config(read_model_config(folder), model.hf_config_overrides)
     return {
         "config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}),
         **weights,

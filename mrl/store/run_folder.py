@@ -426,7 +426,7 @@ class RunFolder:
             (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
             shutil.copy2(path, target / path.relative_to(source))
         # Generation settings and code go with the weights, wherever the tokenizer is from.
-        copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
+        copy_companions(Path(self.config.model(model).model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             (target / "chat_template.jinja").write_text(
                 template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8"

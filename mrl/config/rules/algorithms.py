@@ -149,6 +149,7 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 
 def check_batch(config: RunConfig, problems: Problems) -> None:
     """Checks that groups compare, and a step's rollouts divide into global batches, these into data-parallel ranks."""
+    at = problems.at
     section = "distillation" if config.algorithm == "distillation" else "grpo"
     if config.rollouts.num_generations_per_prompt < 2 and (
         config.algorithm == "grpo" and config.compares_rollouts or config.rollouts.use_dynamic_sampling
@@ -159,17 +160,17 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
         )
     rollouts, batch, dp = (
         config.rollouts.num_rollouts_per_step,
-        config.policy.train_global_batch_size,
-        config.data_parallel_size,
+        problems.section.train_global_batch_size,
+        config.replicas_of(problems.section),
     )
-    key = "policy.train_global_batch_size"
+    key = f"{at}train_global_batch_size"
     sources = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]
     if rollouts % batch:
         rule = f"the {rollouts:,} rollouts of a step ({' x '.join(sources)}) are no multiple of {key}={batch}"
         problems.add(key, rule, "leave the latter out, and there is one update a step", others=sources)
-    elif batch % max(1, dp) and config.num_policy_ranks % config.policy.megatron_cfg.model_parallel_size == 0:
+    elif batch % max(1, dp) and config.num_policy_ranks % problems.section.megatron_cfg.model_parallel_size == 0:
         rule = f"an update of {key}={batch} sequences does not divide among the {dp:,} data-parallel ranks"
-        sizes = [f"policy.megatron_cfg.{name}" for name in DENSE_SIZES]
+        sizes = [f"{at}megatron_cfg.{name}" for name in DENSE_SIZES]
         slots = ["cluster.num_nodes", "cluster.gpus_per_node", "cluster.cpu_units_per_node"]
         problems.add(key, rule, f"change {sources[0]} or the layout", others=[*sources, *sizes, *slots])
 
@@ -256,19 +257,18 @@ def check_reward_model(config: RunConfig, problems: Problems) -> None:
 
 def check_head(config: RunConfig, problems: Problems) -> None:
     """Checks that a model with a head in place of its output layer can be trained."""
-    if config.policy.megatron_cfg.peft.enabled:
+    at = problems.at
+    if problems.section.megatron_cfg.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
-        problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
-    megatron = config.policy.megatron_cfg
+        problems.add(f"{at}megatron_cfg.peft.enabled", rule, "set it to false")
+    megatron = problems.section.megatron_cfg
     is_overlapped = (
         megatron.distributed_data_parallel_config.overlap_grad_reduce
         and not megatron.optimizer.use_distributed_optimizer
     )
     if megatron.pipeline_model_parallel_size > 1 and is_overlapped:
         rule = "the last stage's copy of tied embeddings has no gradient, for which Megatron would wait"
-        problems.add(
-            "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", rule, "set it to false"
-        )
+        problems.add(f"{at}megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", rule, "set it to false")
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:

@@ -229,7 +229,9 @@ def checkpoint_bytes(config: RunConfig, num_parameters: Mapping[ModelName, int])
     """
     found: dict[ModelName, int] = {}
     for model, number in num_parameters.items():
-        policy = config.of_model(model).policy
-        has_states = config.checkpointing.save_optimizer and not policy.megatron_cfg.peft.enabled
-        found[model] = number * ((2 if policy.precision == "bfloat16" else 4) + (_OPTIMIZER_BYTES if has_states else 0))
+        section = config.model(model)
+        has_states = config.checkpointing.save_optimizer and not section.megatron_cfg.peft.enabled
+        found[model] = number * (
+            (2 if section.precision == "bfloat16" else 4) + (_OPTIMIZER_BYTES if has_states else 0)
+        )
     return found

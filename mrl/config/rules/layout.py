@@ -36,6 +36,7 @@ _RESOURCES = f"{_GENERATION}.colocated.resources"
 
 def check_cluster(config: RunConfig, problems: Problems) -> None:
     """Checks that the cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
+    at = problems.at
     if _misses_dedicated(config, problems):
         return
     cluster, ranks = config.cluster, config.num_policy_ranks
@@ -46,7 +47,7 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     wrong: dict[str, int] = {}
     products = []
     for names in (DENSE_SIZES, EXPERT_SIZES):
-        sizes = {name: getattr(config.policy.megatron_cfg, name) for name in names}
+        sizes = {name: getattr(problems.section.megatron_cfg, name) for name in names}
         needed = math.prod(sizes.values())
         if ranks % needed:
             wrong |= sizes
@@ -54,7 +55,7 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     if wrong:
         these = f"the {ranks:,} slots ({slots}) are" if ranks != 1 else f"the only slot ({slots}) is"
         rule = f"{these} no multiple of {', nor of '.join(products)}"
-        first, *others = (f"{_MEGATRON}.{name}" for name in sorted(wrong, key=lambda name: -wrong[name]))
+        first, *others = (f"{at}megatron_cfg.{name}" for name in sorted(wrong, key=lambda name: -wrong[name]))
         way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}"
         problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
     if config.has_engines:
@@ -283,32 +284,33 @@ def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Probl
 
 
 def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    megatron = config.policy.megatron_cfg
+    at = problems.at
+    megatron = problems.section.megatron_cfg
     tp, ep, etp = (
         megatron.tensor_model_parallel_size,
         megatron.expert_model_parallel_size,
         megatron.expert_tensor_parallel_size,
     )
-    _check_tensor_parallel(f"{_MEGATRON}.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
+    _check_tensor_parallel(f"{at}megatron_cfg.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
     if model.experts == 0 and ep * etp > 1:
         problems.add(
-            f"{_MEGATRON}.expert_model_parallel_size",
+            f"{at}megatron_cfg.expert_model_parallel_size",
             "the model has no experts",
             "set it and expert_tensor_parallel_size to 1",
         )
     else:
         if model.experts % ep:
             rule = f"does not divide the model's {model.experts} experts"
-            problems.add(f"{_MEGATRON}.expert_model_parallel_size", rule, _divisors(model.experts))
+            problems.add(f"{at}megatron_cfg.expert_model_parallel_size", rule, _divisors(model.experts))
         if model.expert_ffn % etp:
             rule = f"does not divide the experts' width {model.expert_ffn}"
-            problems.add(f"{_MEGATRON}.expert_tensor_parallel_size", rule, _divisors(model.expert_ffn))
+            problems.add(f"{at}megatron_cfg.expert_tensor_parallel_size", rule, _divisors(model.expert_ffn))
         if tp == 1 and megatron.sequence_parallel:
-            rule = "sequence parallelism needs policy.megatron_cfg.tensor_model_parallel_size above 1"
-            problems.add(f"{_MEGATRON}.sequence_parallel", rule, "set it to false")
+            rule = f"sequence parallelism needs {at}megatron_cfg.tensor_model_parallel_size above 1"
+            problems.add(f"{at}megatron_cfg.sequence_parallel", rule, "set it to false")
         if tp > 1 and model.experts and not megatron.sequence_parallel:
             rule = f"Megatron trains experts with tensor_model_parallel_size={tp} only with sequence parallelism"
-            problems.add(f"{_MEGATRON}.sequence_parallel", rule, "set it to true")
+            problems.add(f"{at}megatron_cfg.sequence_parallel", rule, "set it to true")
     if model.mamba_heads % tp or model.mamba_groups % tp:
         return  # there is a problem with tp already
     # Megatron's MambaContextParallel gives each rank of a context-parallel group some heads of every Mamba layer.
@@ -319,18 +321,19 @@ def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> 
             f"does not divide the {heads} Mamba heads of a tensor-parallel rank, or neither divides its "
             f"{groups} Mamba groups nor is a"
         )
-        problems.add(f"{_MEGATRON}.context_parallel_size", f"{rule} multiple", _use(sizes))
+        problems.add(f"{at}megatron_cfg.context_parallel_size", f"{rule} multiple", _use(sizes))
 
 
 def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    megatron, key = config.policy.megatron_cfg, f"{_MEGATRON}.pipeline_model_parallel_size"
+    at = problems.at
+    megatron, key = problems.section.megatron_cfg, f"{at}megatron_cfg.pipeline_model_parallel_size"
     pp = megatron.pipeline_model_parallel_size
     ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
     given = [layers for layers in ends if layers is not None]
     num_layers = len(model.layers)
     others, rest = pp - len(given), num_layers - sum(given)
     if pp == 1 and given:
-        names = [f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+        names = [f"{at}megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
         rule = f"a first or last stage has layers of its own only among several, and {key}=1"
         problems.add(key, rule, "set both to null, or this above 1", others=names)
     elif rest < others or (rest % others if others else rest):
@@ -343,18 +346,18 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         elif rest < 0 or not others:
             rule = f"the first and last stage are given {sum(given)} layers, and the model has {num_layers}"
         way_out = (
-            "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage "
+            f"set {at}megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage "
             "so that the rest divides"
         )
         problems.add(key, rule, way_out)
     elif megatron.parallel.vpp > 1 and model.model_class == "mamba":
         rule = "Megatron's hybrid models have no virtual stages"
-        problems.add(f"{_MEGATRON}.virtual_pipeline_model_parallel_size", rule, "set it to null")
+        problems.add(f"{at}megatron_cfg.virtual_pipeline_model_parallel_size", rule, "set it to null")
     else:
         try:
             megatron.parallel.layers_of(0, len(model.layers))
         except ValueError as error:
-            problems.extend([told(f"{_MEGATRON}.{error}", "layout-of-the-model/pipeline")])
+            problems.extend([told(f"{at}megatron_cfg.{error}", "layout-of-the-model/pipeline")])
 
 
 def check_graders(config: RunConfig, problems: Problems) -> None:

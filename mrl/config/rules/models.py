@@ -12,7 +12,7 @@ from pathlib import Path
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, stored_tensors
 from conversion.files.hf_weights import has_output_alone
-from mrl.config.errors import Problem, Problems, in_section, prefix_of
+from mrl.config.errors import Problem, Problems, prefix_of
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, overridden_config, read_model
 from mrl.config.rules import algorithms, layout, training
 from mrl.config.rules.tokens import check_tokens
@@ -48,7 +48,6 @@ TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
 `mrl.config.rules.checks`.
 """
 _CLASSES = ("ForCausalLM", "ForSequenceClassification")
-_OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
 def check_critic(config: RunConfig, problems: Problems) -> None:
@@ -108,22 +107,23 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
 
 def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:
     """The policy model's sizes with its overrides; if unreadable, None, and a problem naming the `unchecked` rules."""
-    name, overrides = config.policy.model_name, config.policy.hf_config_overrides
+    at = problems.at
+    name, overrides = problems.section.model_name, problems.section.hf_config_overrides
     try:
         model = read_model(Path(name))
         if not overrides:
             return model
         wrong = find_override_problems(Path(name), overrides)
         for key, value, rule in wrong:
-            problems.tell(key, value, rule)
+            problems.tell(f"{at}{key}", value, rule)
         return model if wrong else read_model(Path(name), overrides)
     except ValueError as error:
         if os.path.exists(os.path.join(name, "config.json")):
-            problems.tell("policy.model_name", name, error)
+            problems.tell(f"{at}model_name", name, error)
         else:
             reason = NOT_CACHED if is_hub_id(name) else str(error)
             problems.add(
-                "policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", "not checked"
+                f"{at}model_name", reason, f"cannot be checked without its config.json: {unchecked}", "not checked"
             )
         return None
 
@@ -143,35 +143,26 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
         _check_section(config, model, said, problems)
 
 
-def problems_of(config: RunConfig, model: ModelName) -> Problems:
-    """Problems of a model's section under the policy's keys, with the places that set them; see `in_section`."""
-    prefix, origins = prefix_of(model), config.facts.origins
-    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in origins.items() if key.startswith(prefix)}
-    return Problems(config.of_model(model), {key: origin for key, origin in origins.items() if key not in own} | own)
-
-
 def _check_section(config: RunConfig, model: ModelName, said: list[Problem], problems: Problems) -> None:
-    """Applies rules of `policy` to a model's section, and adds problems not yet `said`, under keys of that section."""
-    seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    own = {f"policy.{key.removeprefix(prefix)}" for key in config.facts.origins if key.startswith(prefix)}
-    inner = problems_of(config, model)
+    """Applies rules of `policy` to a model's section, and adds problems of it that are not yet `said`."""
+    is_trained, inner = model in config.trained_models, Problems(config, config.facts.origins, model)
     for inner.group, check in (RULES | (TRAINED_RULES if is_trained else {})).items():
-        check(seen, inner)
+        check(config, inner)
     inner.group = "model"
-    sizes = read_sizes(seen, inner, "whether the layout divides it")
+    sizes = read_sizes(config, inner, "whether the layout divides it")
     if sizes is not None:
         for inner.group, check in (MODEL_RULES | (TRAINED_MODEL_RULES if is_trained else {})).items():
-            check(seen, sizes, inner)
-    values = {(problem.key, problem.value) for problem in said}
-    sentences = {each.sentence for problem in said for each in (problem, *problem.also)}
+            check(config, sizes, inner)
+    values = {(inner.name(problem.key.replace("policy.", inner.at, 1)), problem.value) for problem in said}
+    sentences = {each.sentence.replace("policy.", inner.at) for problem in said for each in (problem, *problem.also)}
     for problem in inner.merged:
         is_told = sentences.issuperset(each.sentence for each in (problem, *problem.also))
-        is_said = problem.key not in own and ((problem.key, problem.value) in values or is_told)
-        if is_said or problem.key.startswith(_OF_ENGINES):
+        if problem.key not in config.facts.origins and ((problem.key, problem.value) in values or is_told):
             continue
-        if not problem.key.startswith("policy."):
+        if not inner.is_of_section(problem):
             problem = replace(problem, rule=f"for the {model}, {problem.rule}")
-        problems.extend([in_section(problem, model)])
+        if not problem.key.startswith("policy."):  # of the engines
+            problems.extend([problem])
 
 
 LOSS_KEYS = ("kl_type", "mixed_kl_weight", "zero_outside_topk")

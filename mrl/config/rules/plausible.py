@@ -7,10 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mrl.config.errors import NotKnown, Problems, in_section
+from mrl.config.errors import NotKnown, Problems
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
-from mrl.config.rules.models import problems_of
 from mrl.config.rules.training import doubt_rows
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
@@ -120,9 +119,9 @@ def find_doubts(config: RunConfig) -> list[str]:
     with suppress(NotKnown):
         doubt_rows(config, problems)
         for model in config.models_beside:
-            doubt_rows(config.of_model(model), inner := problems_of(config, model))
-            said = problems.merged
-            problems.extend(in_section(doubt, model) for doubt in inner.merged if doubt not in said)
+            doubt_rows(config, inner := Problems(config, config.facts.origins, model))
+            said = {(inner.name(doubt.key.replace("policy.", inner.at, 1)), doubt.value) for doubt in problems.merged}
+            problems.extend(doubt for doubt in inner.merged if (doubt.key, doubt.value) not in said)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):

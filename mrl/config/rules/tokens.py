@@ -48,7 +48,7 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
 
     A teacher's embedding may have more rows than the student's: it chooses among the student's tokens.
     """
-    given, is_teacher = config.of_model(model).policy, role_of(model) == "teacher"
+    given, is_teacher = config.model(model), role_of(model) == "teacher"
     folder, tokenizer = Path(given.model_name), Path(config.policy.tokenizer.name)
     # A critic uses the policy's tokenizer.
     own = Path(given.tokenizer.name) if is_teacher else folder

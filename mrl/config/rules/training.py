@@ -22,10 +22,11 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
     """Checks that rows are filled in one way only."""
-    policy = config.policy
+    at = problems.at
+    policy = problems.section
     if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
-        rule = "policy.sequence_packing.enabled=true fills the same rows in another way"
-        problems.add("policy.dynamic_batching.enabled", rule, "set one of them to false")
+        rule = f"{at}sequence_packing.enabled=true fills the same rows in another way"
+        problems.add(f"{at}dynamic_batching.enabled", rule, "set one of them to false")
 
 
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
@@ -48,18 +49,19 @@ def check_prefixes(config: RunConfig, problems: Problems) -> None:
 
 def doubt_rows(config: RunConfig, problems: Problems) -> None:
     """Warns if the longest sequence does not fit a row: as in NeMo RL, the run starts, and ends at the first such."""
-    policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
+    at = problems.at
+    policy, packing, dynamic = problems.section, problems.section.sequence_packing, problems.section.dynamic_batching
     total, multiple = policy.max_total_sequence_length, policy.row_multiple
     if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences
         name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
         longest = math.ceil(total / multiple) * multiple
         others = [
-            "policy.max_total_sequence_length",
-            "policy.make_sequence_length_divisible_by",
-            f"policy.{name}.sequence_length_round",
+            f"{at}max_total_sequence_length",
+            f"{at}make_sequence_length_divisible_by",
+            f"{at}{name}.sequence_length_round",
         ]
         others += [
-            f"{_MEGATRON}.{size}"
+            f"{at}megatron_cfg.{size}"
             for size in ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
         ]
         for key, tokens in (
@@ -67,9 +69,9 @@ def doubt_rows(config: RunConfig, problems: Problems) -> None:
             ("logprob_mb_tokens", section.logprob_mb_tokens),
         ):
             if tokens < longest:
-                key = f"policy.{name}.{key}"
+                key = f"{at}{name}.{key}"
                 rule = (
-                    f"policy.max_total_sequence_length={total}, padded to a multiple of {multiple}, exceeds a "
+                    f"{at}max_total_sequence_length={total}, padded to a multiple of {multiple}, exceeds a "
                     f"row of {key}={tokens}"
                 )
                 problems.add(
@@ -79,22 +81,27 @@ def doubt_rows(config: RunConfig, problems: Problems) -> None:
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
     """Checks that only one key sets the number of logits in memory."""
-    megatron = config.policy.megatron_cfg
-    if config.policy.logprob_chunk_size is not None and megatron.use_fused_linear_logprobs:
-        size = f"{_MEGATRON}.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size}"
-        rule = f"policy.megatron_cfg.use_fused_linear_logprobs=true takes {size} tokens at a time"
-        problems.add("policy.logprob_chunk_size", rule, "leave out the one or the other")
+    at = problems.at
+    megatron = problems.section.megatron_cfg
+    if problems.section.logprob_chunk_size is not None and megatron.use_fused_linear_logprobs:
+        size = f"{at}megatron_cfg.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size}"
+        rule = f"{at}megatron_cfg.use_fused_linear_logprobs=true takes {size} tokens at a time"
+        problems.add(f"{at}logprob_chunk_size", rule, "leave out the one or the other")
 
 
 def check_optimizer(config: RunConfig, problems: Problems) -> None:
     """Checks that the keys of optimizer and schedule agree with each other."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
+    at = problems.at
+    policy, megatron = problems.section, problems.section.megatron_cfg
     optimizer, scheduler, ddp = megatron.optimizer, megatron.scheduler, megatron.distributed_data_parallel_config
-    overlap = f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+    overlap = f"{at}megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
     if ddp.overlap_param_gather and not optimizer.use_distributed_optimizer:
-        way_out = "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer=true"
+        way_out = f"set it to false, or {at}megatron_cfg.optimizer.use_distributed_optimizer=true"
         problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
-    prefix, below_peak = f"{_MEGATRON}.optimizer", f"must be at most {_MEGATRON}.optimizer.lr={optimizer.lr:g}"
+    prefix, below_peak = (
+        f"{at}megatron_cfg.optimizer",
+        f"must be at most {at}megatron_cfg.optimizer.lr={optimizer.lr:g}",
+    )
     needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
     missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]
     if optimizer.optimizer_cpu_offload and missing:
@@ -103,15 +110,15 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         problems.add(
             f"{prefix}.bf16",
-            f"must agree with policy.precision={policy.precision}",
+            f"must agree with {at}precision={policy.precision}",
             f"set it to {spell(not optimizer.bf16)}",
         )
     if optimizer.clip_grad != policy.max_grad_norm:
-        rule = f"must equal policy.max_grad_norm={policy.max_grad_norm:g}, which means the same"
+        rule = f"must equal {at}max_grad_norm={policy.max_grad_norm:g}, which means the same"
         problems.add(f"{prefix}.clip_grad", rule, "leave it out, and it follows")
     if optimizer.min_lr > optimizer.lr:
         problems.add(f"{prefix}.min_lr", below_peak, "lower it")
-    prefix, decay = f"{_MEGATRON}.scheduler", scheduler.lr_decay_iters
+    prefix, decay = f"{at}megatron_cfg.scheduler", scheduler.lr_decay_iters
     if scheduler.lr_warmup_init > optimizer.lr:
         problems.add(f"{prefix}.lr_warmup_init", below_peak, "lower it")
     if decay is not None and scheduler.lr_warmup_iters >= decay:
@@ -128,13 +135,14 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
 
 def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Checks that Megatron can recompute every part that the config names."""
-    modules, key = config.policy.megatron_cfg.recompute_modules, f"{_MEGATRON}.recompute_modules"
+    at = problems.at
+    modules, key = problems.section.megatron_cfg.recompute_modules, f"{at}megatron_cfg.recompute_modules"
     if modules is None:
         return
-    if config.policy.megatron_cfg.recompute_granularity == "full":
+    if problems.section.megatron_cfg.recompute_granularity == "full":
         problems.add(
             key,
-            "policy.megatron_cfg.recompute_granularity=full recomputes everything",
+            f"{at}megatron_cfg.recompute_granularity=full recomputes everything",
             "set it to null, or that to selective",
         )
         return
@@ -142,7 +150,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
         problems.add(
             key,
             "it names nothing",
-            "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false",
+            f"set it to null for the default, or {at}megatron_cfg.activation_checkpointing=false",
         )
     absent = {
         "mlp": "" if model.ffn else "dense MLP layers",
@@ -162,26 +170,27 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
 
 def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Checks that routing keys take effect and that trainer and engines route alike. Skips models without experts."""
-    megatron = config.policy.megatron_cfg
+    at = problems.at
+    megatron = problems.section.megatron_cfg
     if model.experts == 0:
         return
     if megatron.moe_router_enable_expert_bias is False and model.has_expert_bias:
         rule = "the model's routers have a bias per expert, and the engines route as the model says"
-        problems.add(f"{_MEGATRON}.moe_router_enable_expert_bias", rule, "leave it out")
-    if megatron.model_overrides.get("moe_router_fusion") and config.policy.router_replay.enabled:
+        problems.add(f"{at}megatron_cfg.moe_router_enable_expert_bias", rule, "leave it out")
+    if megatron.model_overrides.get("moe_router_fusion") and problems.section.router_replay.enabled:
         rule = (
-            "Transformer Engine's router chooses by itself, and policy.router_replay.enabled=true replays the "
+            f"Transformer Engine's router chooses by itself, and {at}router_replay.enabled=true replays the "
             "engines' choice"
         )
-        problems.add(f"{_MEGATRON}.model_overrides.moe_router_fusion", rule, "leave out the one or the other")
+        problems.add(f"{at}megatron_cfg.model_overrides.moe_router_fusion", rule, "leave out the one or the other")
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
-        rule = "it weights no loss, because policy.megatron_cfg.moe_router_load_balancing_type=none"
-        problems.add(f"{_MEGATRON}.moe_aux_loss_coeff", rule, "set it to 0, or choose a type of loss")
+        rule = f"it weights no loss, because {at}megatron_cfg.moe_router_load_balancing_type=none"
+        problems.add(f"{at}megatron_cfg.moe_aux_loss_coeff", rule, "set it to 0, or choose a type of loss")
     elif kind != "none" and coefficient == 0:
-        rule = "a loss of policy.megatron_cfg.moe_aux_loss_coeff=0 changes nothing"
+        rule = f"a loss of {at}megatron_cfg.moe_aux_loss_coeff=0 changes nothing"
         problems.add(
-            f"{_MEGATRON}.moe_router_load_balancing_type",
+            f"{at}megatron_cfg.moe_router_load_balancing_type",
             rule,
             "set it to none, or the coefficient above 0, for example to 1e-3",
         )
@@ -189,37 +198,38 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
 
 def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Checks the dispatch of tokens to experts. Skips models without experts."""
-    megatron = config.policy.megatron_cfg
+    at = problems.at
+    megatron = problems.section.megatron_cfg
     if model.experts == 0:
         return
     dispatcher, key, overlap = (
         megatron.moe_token_dispatcher_type,
-        f"{_MEGATRON}.moe_token_dispatcher_type",
-        f"{_MEGATRON}.moe_shared_expert_overlap",
+        f"{at}megatron_cfg.moe_token_dispatcher_type",
+        f"{at}megatron_cfg.moe_shared_expert_overlap",
     )
     no_deepep = "use alltoall, and set moe_enable_deepep to false"
     if megatron.moe_enable_deepep and dispatcher != "flex":
-        rule = f"policy.megatron_cfg.moe_token_dispatcher_type={dispatcher} does not use DeepEP"
-        problems.add(f"{_MEGATRON}.moe_enable_deepep", rule, "set it to false, or choose the dispatcher flex")
+        rule = f"{at}megatron_cfg.moe_token_dispatcher_type={dispatcher} does not use DeepEP"
+        problems.add(f"{at}megatron_cfg.moe_enable_deepep", rule, "set it to false, or choose the dispatcher flex")
     elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
         problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
     elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         problems.add(
             key,
-            "DeepEP needs policy.megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1",
+            f"DeepEP needs {at}megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1",
             no_deepep,
         )
     elif dispatcher == "flex" and megatron.moe_router_dtype == "fp64":
-        rule = "policy.megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
-        problems.add(f"{_MEGATRON}.moe_router_dtype", rule, "set it to fp32")
+        rule = f"{at}megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
+        problems.add(f"{at}megatron_cfg.moe_router_dtype", rule, "set it to fp32")
     if not megatron.moe_shared_expert_overlap:
         return
     if dispatcher != "alltoall":
-        rule = f"it needs policy.megatron_cfg.moe_token_dispatcher_type=alltoall, not {dispatcher}"
+        rule = f"it needs {at}megatron_cfg.moe_token_dispatcher_type=alltoall, not {dispatcher}"
         problems.add(overlap, rule, "set it to false, or choose that dispatcher")
     if megatron.activation_checkpointing and "shared_experts" in (megatron.recompute_modules or ()):
         rule = (
-            "policy.megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where "
+            f"{at}megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where "
             "they do not overlap"
         )
         problems.add(overlap, rule, "set it to false")
@@ -256,11 +266,15 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
 
 def check_trained(config: RunConfig, problems: Problems) -> None:
     """Checks that `peft` and `freeze_config` leave something to train. The model's folder must be readable."""
-    peft, patterns = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.freeze_config.modules
-    hf_config = read_config(Path(config.policy.model_name) / "config.json")
+    at = problems.at
+    peft, patterns = problems.section.megatron_cfg.peft, problems.section.megatron_cfg.freeze_config.modules
+    hf_config = read_config(Path(problems.section.model_name) / "config.json")
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    key, left = f"{_MEGATRON}.freeze_config.modules", () if config.mtp_steps else family(hf_config).mtp(hf_config)
+    key, left = (
+        f"{at}megatron_cfg.freeze_config.modules",
+        () if config.mtp_steps_of(problems.model) else family(hf_config).mtp(hf_config),
+    )
     names = [name for name in family(hf_config).canonical(hf_config) if name not in left]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -270,7 +284,8 @@ def check_trained(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: Problems) -> None:
-    peft, prefix = config.policy.megatron_cfg.peft, f"{_MEGATRON}.peft"
+    at = problems.at
+    peft, prefix = problems.section.megatron_cfg.peft, f"{at}megatron_cfg.peft"
     if peft.target_modules and peft.exclude_modules:
         rule = "it excludes layers from all linear layers, and peft.target_modules names some"
         problems.add(f"{prefix}.exclude_modules", rule, "empty one of the two")
@@ -289,23 +304,23 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
         if zeros:
             rule = "with peft.lora_A_init_method=zero too, no gradient would ever reach the adapters"
         problems.add(f"{prefix}.lora_B_init_method", rule, "set one of the two to zero")
-    if peft.lora_dtype == "float32" and config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
+    if peft.lora_dtype == "float32" and problems.section.megatron_cfg.optimizer.optimizer_cpu_offload:
         rule = (
-            "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads "
+            f"Megatron's optimizer on the host ({at}megatron_cfg.optimizer.optimizer_cpu_offload=true) loads "
             "bfloat16 weights only"
         )
         problems.add(f"{prefix}.lora_dtype", rule, "leave it out")
-    has_bias = read_model(Path(config.policy.model_name)).has_expert_bias
-    if has_bias and config.policy.megatron_cfg.moe_router_bias_update_rate > 0:
+    has_bias = read_model(Path(problems.section.model_name)).has_expert_bias
+    if has_bias and problems.section.megatron_cfg.moe_router_bias_update_rate > 0:
         rule = (
             "the router's biases belong to the model, which adapters leave as it is, and an exported adapter "
             "would lack them"
         )
-        problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
-    if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
+        problems.add(f"{at}megatron_cfg.moe_router_bias_update_rate", rule, "set it to 0")
+    if peft.lora_dtype == "bfloat16" and problems.section.precision == "float32":
         problems.add(
             f"{prefix}.lora_dtype",
-            "adapters cannot be coarser than policy.precision=float32",
+            f"adapters cannot be coarser than {at}precision=float32",
             "leave it out, and it follows",
         )
 

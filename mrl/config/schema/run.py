@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
@@ -210,22 +210,23 @@ class RunConfig:
         changed.facts = facts
         return changed
 
-    def of_model(self, model: ModelName) -> RunConfig:
-        """The config for one of the run's models: its own section becomes `policy`; only the policy has engines."""
-        if model == "policy":
-            return self
-        seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
-        generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
-        # Only the policy trains MTP layers and shares prefixes, and engines choose experts only for the policy.
-        megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
-        seen.policy = dataclasses.replace(
-            section,
-            generation=generation,
-            megatron_cfg=megatron,
-            router_replay=RouterReplayConfig(),
-            share_prefixes=False,
-        )
-        return seen
+    def model(self, name: ModelName) -> PolicyConfig:
+        """The keys of a model that policy ranks hold, in the form of the policy's, with the values of its own."""
+        if name == "policy":
+            return self.policy
+        own = self.value.beside(self.policy) if name == "critic" else self.teachers[name]
+        differences: dict[str, Any] = {
+            "megatron_cfg": dataclasses.replace(own.megatron_cfg, mtp_num_layers=0),
+            "generation": dataclasses.replace(self.policy.generation, temperature=own.generation.temperature),
+            "router_replay": RouterReplayConfig(),
+            "share_prefixes": False,
+        }
+        return dataclasses.replace(own, **differences)
+
+    @property
+    def models(self) -> dict[ModelName, PolicyConfig]:
+        """`model` of each that policy ranks hold: the policy's first, then the others'."""
+        return {name: self.model(name) for name in self.sections}
 
     @property
     def sections(self) -> dict[ModelName, PolicyConfig | ValueConfig]:
@@ -345,14 +346,17 @@ class RunConfig:
         megatron = self.policy.megatron_cfg
         return megatron.mtp_num_layers if megatron.trains_mtp and self.algorithm != "rm" else 0
 
-    @property
-    def frozen_settings(self) -> dict[str, object]:
+    def mtp_steps_of(self, model: ModelName) -> int:
+        """`mtp_steps` of any model: only the policy trains MTP layers."""
+        return self.mtp_steps if model == "policy" else 0
+
+    def frozen_settings(self, model: ModelName = "policy") -> dict[str, object]:
         """Values of the settings that leave weights of a model untrained, by their names in `megatron_cfg`."""
-        megatron = self.policy.megatron_cfg
+        megatron = self.model(model).megatron_cfg
         return {
             "freeze_moe_router": megatron.freeze_moe_router,
             "freeze_config.modules": list(megatron.freeze_config.modules),
-            "mtp_num_layers": self.mtp_steps,
+            "mtp_num_layers": self.mtp_steps_of(model),
         }
 
     @property
@@ -398,8 +402,12 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """DP: replicas of the dense layers."""
-        return self.num_policy_ranks // self.policy.megatron_cfg.model_parallel_size
+        """DP: replicas of the policy's dense layers."""
+        return self.replicas_of(self.policy)
+
+    def replicas_of(self, model: PolicyConfig) -> int:
+        """DP of a model: replicas of its dense layers."""
+        return self.num_policy_ranks // model.megatron_cfg.model_parallel_size
 
     @property
     def num_engines(self) -> int:

@@ -72,7 +72,7 @@ def rows_of(model: PolicyRank) -> list[PackedRow]:
     from megatron.core import parallel_state
 
     model.make_current()
-    policy, sequences = model._config.policy, rollouts()
+    policy, sequences = model._section, rollouts()
     plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][
         model.dp_rank
     ]

@@ -14,6 +14,7 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.packing import PackedRow
 from mrl.types import TeacherTokens, TokenSample
@@ -120,10 +121,9 @@ def judging_config(
 
 
 def rows_of(
-    config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]
+    policy: PolicyConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]
 ) -> list[PackedRow]:
     """The rank's rows of the random rollouts, as far as they are kept, with what teachers say of them, if anything."""
-    policy = config.policy
     made = {
         index: pulled(rollout, advantage, is_valid, teacher=taught.get(index))
         for index, rollout, advantage, is_valid in policy_ranks.rollouts()
@@ -156,7 +156,7 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
         for place, (name, teacher) in enumerate(zip(names, teachers, strict=True)):
             teacher.make_current()
             dp_size = parallel_state.get_data_parallel_world_size()
-            own = rows_of(config.of_model(name), teacher.dp_rank, dp_size, {}, every[place :: len(names)])
+            own = rows_of(config.model(name), teacher.dp_rank, dp_size, {}, every[place :: len(names)])
             teacher.enter("teacher")
             teacher.set_batch(own)
             parts: list[dict[int, TeacherTokens]] = [{}] * rank.world_size
@@ -170,7 +170,7 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
             student.enter("logprob")
             student.make_current()
             student.set_batch(
-                rows_of(config, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught, every)
+                rows_of(config.policy, student.dp_rank, parallel_state.get_data_parallel_world_size(), taught, every)
             )
             if config.needs_old_logprobs:
                 student.compute_old_logprobs()

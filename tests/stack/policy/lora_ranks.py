@@ -65,7 +65,7 @@ def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -
 
     with open_policy(rank, config) as policy:
         assert policy._lora is not None
-        rows = packed_rows(policy._config.policy, policy.dp_rank, parallel_state.get_data_parallel_world_size())
+        rows = packed_rows(policy._section, policy.dp_rank, parallel_state.get_data_parallel_world_size())
         before = policy.logprobs_of_rows(rows)
         base = {slot: policy._tensors[slot].detach().clone() for slot in policy._layout}
         starts_as_base = all(_same_bits(tensor, base[slot]) for slot, tensor in policy.settled_weights().items())
@@ -112,7 +112,7 @@ def dropout_logprobs(rank: Rank, config: RunConfig) -> tuple[bool, float]:
     """Compares two logprob passes over trained adapters, and measures a train pass against the logprob pass before."""
     with open_policy(rank, config) as policy:
         metrics = train(policy, 3)
-        rows = packed_rows(policy._config.policy, 0, 1)
+        rows = packed_rows(policy._section, 0, 1)
         first, second = policy.logprobs_of_rows(rows), policy.logprobs_of_rows(rows)
         return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), metrics[-1][
             "train/probs_ratio_max"

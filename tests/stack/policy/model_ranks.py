@@ -34,7 +34,7 @@ def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:
 
     found = Numbers()
     model.make_current()
-    rows = packed_rows(model._config.policy, model.dp_rank, parallel_state.get_data_parallel_world_size())
+    rows = packed_rows(model._section, model.dp_rank, parallel_state.get_data_parallel_world_size())
     for _ in range(num_steps):
         if model._role.is_mapped:
             model.enter("logprob")
@@ -82,7 +82,7 @@ def moved_weights(rank: Rank, config: RunConfig) -> Mapping[str, bool]:
 
     with open_models(rank, [("teacher", config)]) as (model,):
         model.enter("teacher")
-        rows = packed_rows(model._config.policy, model.dp_rank, 1)
+        rows = packed_rows(model._section, model.dp_rank, 1)
         before = model.logprobs_of_rows(rows)
         tensors = list(model._tensors.values())
         for tensor in tensors:

@@ -51,7 +51,7 @@ def steps_of_objectives(
     with policy_ranks.open_policy(rank, next(iter(configs.values()))) as policy:
         for name, config in configs.items():
             # The layout is the same, and with it all that was built.
-            policy._config = config
+            policy._config, policy._section = config, config.policy
             policy.load_hf(config.policy.model_name)
             forget_steps(policy)
             metrics[name] = []

@@ -97,7 +97,7 @@ def _of_rollouts(rows: list[PackedRow], logprobs: list[np.ndarray]) -> dict[int,
 
 def _gradients(policy: PolicyRank) -> dict[str, np.ndarray]:
     """Gradients of the last step on this rank: whole ones, or the distributed optimizer's shards of them."""
-    is_distributed = policy._config.policy.megatron_cfg.optimizer.use_distributed_optimizer
+    is_distributed = policy._section.megatron_cfg.optimizer.use_distributed_optimizer
     gradients = {}
     ranges = _shards(policy) if is_distributed else {}
     for slot, tensor in policy._tensors.items():
@@ -124,7 +124,7 @@ def _shards(policy: PolicyRank) -> dict[int, slice]:
 
 
 def _shapes(policy: PolicyRank) -> dict[str, tuple[int, ...]]:
-    base, peft = family(policy._hf_config), policy._config.policy.megatron_cfg.peft
+    base, peft = family(policy._hf_config), policy._section.megatron_cfg.peft
     shapes = base.canonical(policy._hf_config)
     if peft.enabled:
         shapes = shapes | adapter_family(base, adapted_layers(base, policy._hf_config), peft.dim).canonical(

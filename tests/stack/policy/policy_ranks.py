@@ -129,7 +129,7 @@ def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> I
                 )
             )
         for model in models:
-            model.load_hf(model._config.policy.model_name)
+            model.load_hf(model._section.model_name)
         yield models
     finally:
         for model in models:
@@ -147,7 +147,7 @@ def set_batch(policy: PolicyRank, algorithm: str | None = None) -> None:
     """Sets rollouts as batch; a named algorithm has other rows in logprob passes, "" = each sequence in its own row."""
     from megatron.core import parallel_state
 
-    config, dp_size = policy._config.policy, parallel_state.get_data_parallel_world_size()
+    config, dp_size = policy._section, parallel_state.get_data_parallel_world_size()
     plans = plan_of(algorithm or "balanced", dp_size, config.sequence_multiple)[: 2 if algorithm else 1]
     if algorithm == "":
         plans = (batch_in_order(NUM_SEQUENCES, sequences_per_row=1, dp_size=dp_size),)

@@ -224,7 +224,7 @@ def test_a_checkpoint_without_their_moments_is_refused(ranks: RankPool, folders:
     left, learning = (mtp_ranks.run_config(folders[True], "dp2", MtpCase(steps, repeats=True)) for steps in (0, 2))
     ranks.run(save_ranks.save_after_steps, left, tmp_path, 1, world_size=2)
     form = json.loads((tmp_path / "iter_0000000/run_config.yaml").read_text())["optimizer"]
-    assert form["frozen"] == left.frozen_settings and form["frozen"]["mtp_num_layers"] == 0
+    assert form["frozen"] == left.frozen_settings() and form["frozen"]["mtp_num_layers"] == 0
     said = (
         r"iter_0000000 has no optimizer state of mtp\.layers\.0\.\S+ \(tensors without: \d+\), which was not "
         r"trained when this was saved"

@@ -89,10 +89,10 @@ def test_states_of_a_critic_are_as_planned(ranks: RankPool, tmp_path: Path, layo
     config = ppo_config(folder, "one" if world == 1 else "dp2", layout, *words)
     config.cluster.cpu_units_per_node = world
     found = ranks.run(critic_ranks.trained_bytes, config, world_size=world)
-    seen, critic = config.of_model("critic"), read_model(config).beside["critic"]
-    per_stage = world // seen.policy.megatron_cfg.pipeline_model_parallel_size
+    critic = read_model(config).beside["critic"]
+    per_stage = world // config.value.megatron_cfg.pipeline_model_parallel_size
     for rank, measured in enumerate(found):
-        planned = stage_states(seen, critic, rank // per_stage, "critic")
+        planned = stage_states(config, critic, rank // per_stage, "critic")
         for name, size in zip(("weights", "gradients", "optimizer"), measured, strict=True):
             assert size == pytest.approx(getattr(planned, name), rel=0.02), (name, rank)
 

@@ -58,7 +58,7 @@ def write(tmp_path: Path, *texts: str) -> Path:
 def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own(tmp_path: Path):
     config = load_config(write(tmp_path, STUDENT, PLACES))
     assert config.models_beside == ("teacher:math_agent", "teacher:code_agent")
-    one, two = (config.of_model(name).policy for name in config.models_beside)
+    one, two = map(config.model, config.models_beside)
     assert (one.model_name, one.tokenizer.name, one.max_total_sequence_length) == ("one", "one", 128)
     assert (one.precision, one.logprob_batch_size, config.policy.logprob_batch_size) == ("bfloat16", 1, 2)
     assert (one.megatron_cfg.model_parallel_size, one.megatron_cfg.sequence_parallel) == (2, True)
@@ -90,7 +90,7 @@ def test_a_teacher_has_what_the_policys_keys_say_of_the_policy(tmp_path: Path):
         "hf_config_overrides={rope_theta: 9}",
     ]
     config = load_config(write(tmp_path, STUDENT, PLACES), overrides)
-    one, two = (config.of_model(name).policy for name in config.models_beside)
+    one, two = map(config.model, config.models_beside)
     assert one.logprob_batch_size == 1
     assert one.sequence_packing.logprob_mb_tokens == config.policy.sequence_packing.logprob_mb_tokens == 256
     assert (one.hf_config_overrides, two.hf_config_overrides) == ({"rope_theta": 7}, {"rope_theta": 9})

@@ -49,7 +49,7 @@ def test_the_critic_follows_the_policy_in_what_it_shares_and_itself_in_the_rest(
         "{weight_decay: 0.5}\n",
     )
     config = load_config(file)
-    critic = config.of_model("critic").policy
+    critic = config.model("critic")
     assert (critic.model_name, critic.precision, critic.megatron_cfg.optimizer.bf16) == ("m", "bfloat16", True)
     assert critic.sequence_packing.train_mb_tokens == 8 * config.policy.max_total_sequence_length
     assert critic.make_sequence_length_divisible_by == critic.megatron_cfg.tensor_model_parallel_size == 2

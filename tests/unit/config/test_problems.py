@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.errors import NotKnown, Problem, in_section
-from mrl.config.load import read_run
+from mrl.config.errors import NotKnown, Problem, Problems
+from mrl.config.load import load_config, read_run
+from mrl.config.rules.training import check_optimizer
 from mrl.config.schema.policy import PolicyConfig
 from tests.unit.config.problems import found_with
 
@@ -48,14 +49,15 @@ def test_a_text_has_key_value_place_rule_and_way_out():
     assert str(placed) == "a.b (command line): it is wrong" and placed.as_json()["file"] is None
 
 
-def test_a_problem_of_the_policy_moves_to_another_model():
-    problem = Problem("rows/policy.a", "policy.a", "policy.x", "more than policy.b", "lower policy.b")
-    assert str(in_section(problem, "critic")) == "value.a=policy.x: more than value.b; lower value.b"
-    moved = in_section(problem, "teacher:math")
-    assert (
-        str(moved) == "on_policy_distillation, teacher math: a=policy.x: more than b; lower b"
-        and moved.id == problem.id
-    )
+def test_problems_of_a_model_have_keys_and_values_of_its_section(workplace: Path):
+    config = load_config("ppo_tiny.yaml", ["value.precision=bfloat16", "value.megatron_cfg.optimizer.bf16=false"])
+    problems = Problems(config, config.facts.origins, "critic")
+    problems.group = "optimizer"
+    check_optimizer(config, problems)
+    (problem,) = problems.merged
+    key = "megatron_cfg.optimizer.bf16"
+    assert (problem.id, problem.key, problem.value) == (f"optimizer/policy.{key}", f"value.{key}", "false")
+    assert problem.rule == "must agree with value.precision=bfloat16"
 
 
 def test_a_value_that_is_not_known_names_its_cause(workplace: Path):

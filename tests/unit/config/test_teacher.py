@@ -66,9 +66,8 @@ def test_a_key_that_a_teacher_leaves_out_is_the_policys(tmp_path: Path):
     assert config.teacher.megatron_cfg.parallel == config.policy.megatron_cfg.parallel
     assert (config.teacher.precision, config.policy.precision) == ("float32", "bfloat16")
     assert (config.teacher.max_total_sequence_length, config.teacher.tokenizer.name) == (128, "teacher")
-    seen = config.of_model("teacher")
-    assert seen.policy.model_name == "teacher" and config.policy.model_name == "student"
-    assert seen.policy.generation.vllm_cfg is config.policy.generation.vllm_cfg
+    assert [model.model_name for model in config.models.values()] == ["student", "teacher"]
+    assert config.model("teacher").generation.vllm_cfg is config.policy.generation.vllm_cfg
 
 
 def test_what_is_written_out_reads_back(tmp_path: Path):
@@ -231,4 +230,4 @@ def test_tokens_are_compared_whatever_the_files_order(tmp_path: Path):
 def test_a_run_without_a_teacher_has_one_model(tmp_path: Path):
     config, _ = load_run("grpo_tiny.yaml")
     assert isinstance(config, RunConfig) and config.teacher is None and config.models_beside == ()
-    assert config.of_model("policy") is config
+    assert config.models == {"policy": config.policy}

@@ -36,7 +36,7 @@ def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, 
     # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the
     # vocabulary.
     assert parts["logits or one layer"] == 5 * 49152 / 4 * 151936 / 2
-    stages = [work_of(config.of_model("teacher"), PlanModel(hf_config("qwen")), stage) for stage in (0, 3)]
+    stages = [work_of(config, PlanModel(hf_config("qwen")), stage, "teacher") for stage in (0, 3)]
     assert sum(stages[0].train.values()) > sum(stages[1].train.values())
 
 
@@ -82,8 +82,8 @@ def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: 
     config = load_config("ppo_tiny.yaml", ppo_words(folders["qwen"], folders["qwen"]))
     model = read_model(config)
     assert model.hf_config["tie_word_embeddings"] is False
-    seen, critic = config.of_model("critic"), model.beside["critic"]
-    plain, mine = (work_of(seen, critic, 1, role).states for role in ("policy", "critic"))
+    alone = with_value(config, "policy", config.model("critic"))
+    plain, mine = (work_of(alone, model.beside["critic"], 1, name).states for name in ("policy", "critic"))
     # The layer stays in memory. Gradients are float32, the optimizer has 12 bytes of each element on one of four ranks.
     assert mine.weights == plain.weights
     assert plain.gradients - mine.gradients == 4 * 151936 * 2048
