@@ -82,8 +82,7 @@ class PolicyRank:
         """
         check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
-        self._config, self._model = config, model
-        self._section = section = config.model(model)
+        self._config, self._model, self._section = config, model, (section := config.model(model))
         self._role = role_for(model)
         self._timeout_s, self._rank = timeout_s, rank
         self.megatron = parallel.initialize(
