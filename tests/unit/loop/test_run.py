@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from mrl.loop import run
+from mrl.loop import learning, run
 from mrl.loop.run import Budget, Step, Stopped, TooManySkipped
 from mrl.metrics import SKIPPED_IN_A_ROW, metrics_of_passes
 from mrl.signals import STOP_SIGNALS, Listener
@@ -66,7 +66,7 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     monkeypatch: pytest.MonkeyPatch, error: str, record_steps: int, skipped: float, recorded: list[str]
 ):
     found: list[str] = []
-    monkeypatch.setattr(run, "record_step", lambda *_, problem, **__: problem)
+    monkeypatch.setattr(learning, "record_step", lambda *_, problem, **__: problem)
     monkeypatch.setattr(run, "write_step", lambda folder, problem, keeps: found.append(problem))
     parts = SimpleNamespace(
         config=SimpleNamespace(
