@@ -70,7 +70,8 @@ def accept_trees(model: nn.Module, *, has_fused_attention: bool) -> None:
         elif isinstance(module, SelfAttention):
             module.register_forward_pre_hook(_look_up_rotary, with_kwargs=True)
             if has_fused_attention:
-                module.core_attention.register_forward_pre_hook(_gather_paths, with_kwargs=True)
+                core = cast("nn.Module", module.core_attention)
+                core.register_forward_pre_hook(_gather_paths, with_kwargs=True)
         elif isinstance(module, Attention):
             raise RuntimeError(f"policy.share_prefixes=true, and {type(module).__name__} does not compute trees")
 

@@ -199,7 +199,7 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
             )
             infos.append(
                 [
-                    RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", 0)
+                    RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", None)
                     for one in requests
                 ]
             )

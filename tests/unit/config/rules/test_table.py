@@ -166,7 +166,7 @@ data.train.dataset_name=OpenMath -> no such data set is known; leave it out, or 
 data.default.dataset_name=OpenMath -> no such data set is known
 data.train.data_path=null => data.train.data_path is required -> has no default; set it in the config file or as data.
 data.train.data_path=no/such/file -> no such file or folder in -> correct the path: it names a .jsonl, .json, .parquet
-data.default.processor=vlm_hf_data_processor -> no such processor; use one of
+data.default.processor=vlm_hf_data_processor -> this config trains on images
 data.validation.processor=mine -> no such processor
 data.train.env_name=maths -> no such environment; use one of math,
 data.default.env_name=maths -> no such environment; use one of math,
