@@ -126,6 +126,6 @@ def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_
         packed = dict(zip(references, ray.get(references, timeout=timeout_s) if references else [], strict=True))
     except RayError as error:
         raise RuntimeError(f"{what} could not be pulled within {rounded(timeout_s)} s: {error}") from error
-    items = {payload: packed[payload.reference].item(payload.index) for payload in payloads}
+    items = {one: packed[cast(ray.ObjectRef, one.reference)].item(one.index) for one in payloads}
     assert all(isinstance(item, kind) for item in items.values())
     return items

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class TurnFormat:
         messages, stop = [{"role": "prompt", "content": self.tokenizer.decode(list(rollout.request.token_ids))}], 0
         for turn, text in zip(rollout.turns, self.texts(rollout), strict=True):
             if turn.start > stop:
-                observed = self.tokenizer.decode(rollout.token_ids[stop : turn.start].tolist())
+                observed = cast(str, self.tokenizer.decode(rollout.token_ids[stop : turn.start].tolist()))
                 messages.append({"role": "environment", "content": observed.strip("\n")})
             messages.append({"role": "assistant", "content": text})
             stop = turn.stop

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal, cast
 
 import yaml
 
+from conversion.files.owners import Owner
 from conversion.files.reading import parse_json, read_file
 from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.files import MAX_FILE_BYTES, check_yaml
@@ -177,9 +179,15 @@ def disk_of(folder: Path) -> Json:
 
 
 def owner_state(folder: Path) -> State:
-    """Tells whether a process still writes into the folder, by the file that its owner touches."""
+    """Tells whether a process still writes into the folder: on its host by its id, elsewhere by the file it touches."""
     owner = folder / OWNER
-    return "running" if owner.exists() and time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
+    if not owner.exists():
+        return "over"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # as a power loss leaves it
+        process = Owner(**cast(dict, parse_json(read_file(owner)))["process"])
+        if process.is_visible():
+            return "running" if process.is_running() else "over"
+    return "running" if time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
 
 
 def newest_change(folder: Path) -> float:

@@ -92,6 +92,9 @@ WRONG = [
         ),
     ),
     ("++env.own.functions.mine=things_of_mine:no_such", "cannot be imported (AttributeError"),
+    ("++env.own.functions.mine=things_of_mine:no_such", "things_of_mine.py has swapped, two, three, five, one, "),
+    ("++env.own.functions.mine=things_of_mine.no_such", "things_of_mine.py has swapped, two, three, five, one, "),
+    ("++env.own.functions.mine=things_of_yours:one", "start the run in the module's folder"),
 ]
 
 
