@@ -165,8 +165,12 @@ MEETS_NO_TEXT = {
     "mrl.store.marks._LEFT",
     "mrl.store.marks._NUMBERED",
     "mrl.store.marks._PENDING",
+    "mrl.store.marks._SHARD_OF_MODEL",
+    "mrl.store.marks._WEIGHTS",
+    "mrl.store.marks._is_saved",
     "mrl.store.marks._mark_by_marker",
     "mrl.store.rollout_files.FILE",
+    "mrl.store.rollout_files.write_step",
     "mrl.store.loggers.prometheus.PrometheusSink",
     "mrl.store.samples.drop_old_step_data",
 }
