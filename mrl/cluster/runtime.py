@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ from mrl.config.texts import rounded
 from mrl.envs.workers import usable_cores
 from mrl.plan.deadlines import all_deadlines, start_deadline
 from mrl.signals import LISTENER, MARK, shielded
+from mrl.types import PayloadRef
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +170,20 @@ def start_ray(config: RunConfig, folder: Path) -> None:
                 ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
 
 
+_held: list[PayloadRef] = []
+
+
+def end_ray() -> None:
+    """Shuts Ray down while all references to payloads are held. TimeoutError: it does not end in time.
+
+    Ray 2.60 removes its worker before Python knows, and ends the process, with code 1 and without a word, if another
+    thread, which writes rollouts or logs them, lets go of a reference in between (core_worker_process.cc).
+    """
+    _held.extend(one for one in gc.get_objects() if type(one) is PayloadRef)
+    ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
+    _held.clear()
+
+
 def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
     """Ends Ray and all processes of the run. What cannot be ended is named, and does not change how the run ends."""
     # While Ray shuts down. It would wait a second for each of its daemons, which block the signal by which it asks them
@@ -175,7 +191,7 @@ def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
     assert reaper.stdin is not None
     reaper.stdin.close()
     try:
-        ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
+        end_ray()
     except TimeoutError as error:
         logger.warning("%s; its processes are killed", error)
     for left in end_reaper(reaper, folder):
