@@ -24,7 +24,7 @@ from mrl.cluster.calls import ask, start_actor, wait_all
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
-from mrl.cluster.runtime import Placement, placed_slots
+from mrl.cluster.runtime import RAY_LIMITS, Placement, placed_slots
 from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
@@ -195,6 +195,8 @@ def placement(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Placement]:
         patch.setenv("RAY_memory_usage_threshold", "0.01")
         patch.setenv("RAY_memory_monitor_refresh_ms", "50")
         patch.setattr(ray, "init", start_late)
+        for name in RAY_LIMITS:  # an earlier start of this process may have set them
+            patch.delenv(name, raising=False)
         with placed_slots(config) as placement:
             assert starts == [str(round(start_deadline(config).seconds))] * 2
             yield placement
