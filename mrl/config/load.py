@@ -194,7 +194,8 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     config, found = read_config(Tree(notes | beside | translated, secrets), translated, misplaced)
     if config is not None:
         origins = {".".join(key): setting.origin for key, setting in translated.items()}
-        config = _serving_agents(config.with_facts(Facts(frozenset(secrets), origins)))
+        config.facts = Facts(frozenset(secrets), origins)
+        config = _serving_agents(config)
     return config, migration, [*problems, *found, *refused]
 
 

@@ -221,7 +221,7 @@ def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | Va
     if isinstance(section, ValueConfig):
         return with_value(config, "value", section)
     if name := model.partition(":")[2]:
-        return config.with_facts(replace(config.facts, teachers={**config.facts.teachers, name: section}))
+        return with_value(config, "facts", replace(config.facts, teachers={**config.facts.teachers, name: section}))
     return with_value(config, model, section)
 
 

@@ -75,7 +75,7 @@ def read_teachers(
             for name, own in _described(config.teaching, config.policy.megatron_cfg.sequence_parallel, origin).items():
                 if (section := read(own)) is not None:
                     teachers[name] = section
-    return config.with_facts(replace(config.facts, origins=origins, teachers=teachers)), problems
+    return with_value(config, "facts", replace(config.facts, origins=origins, teachers=teachers)), problems
 
 
 def _written(settings: Settings, secrets: set[str], problems: list[Problem]) -> Settings:

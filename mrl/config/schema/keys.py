@@ -27,7 +27,8 @@ def section_of(hint: object) -> type | None:
 @functools.cache
 def fields_of(section: type) -> dict[str, Any]:
     """The fields of a section and their types, with the ranges in `Annotated`."""
-    return get_type_hints(section, include_extras=True)
+    hints = get_type_hints(section, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(section)}
 
 
 SAME_KEYS = {"teacher": "policy"}

@@ -7,12 +7,11 @@ else. A default written `"${...}"` follows another key and is resolved by `mrl.c
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
@@ -171,8 +170,15 @@ class Facts:
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
-    facts = Facts()
-    """No key. `with_value` keeps it, and `dataclasses.replace` does not."""
+    if TYPE_CHECKING:
+        facts: Facts = Facts()
+    else:
+        # No key: an argument, which `dataclasses.replace` hands on, and `asdict`, `repr` and `==` leave out.
+        facts: InitVar[Facts] = Facts()
+
+        def __post_init__(self, facts: Facts) -> None:
+            self.facts = facts
+
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
     """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations
     (sft), or pairs (dpo, and rm for a reward model)."""
@@ -203,12 +209,6 @@ class RunConfig:
     @property
     def training(self) -> GrpoConfig | DistillationConfig | SftConfig | DpoConfig | RmConfig:
         return self.grpo if self.algorithm == "ppo" else getattr(self, self.algorithm)
-
-    def with_facts(self, facts: Facts) -> RunConfig:
-        """A copy with other facts."""
-        changed = copy.copy(self)
-        changed.facts = facts
-        return changed
 
     def model(self, name: ModelName) -> PolicyConfig:
         """The keys of a model that policy ranks hold, in the form of the policy's, with the values of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +115,8 @@ def judging_config(
     )
     config.loss_fn = LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True)
     config.grpo.adv_estimator.name = "opd"
-    return config.with_facts(
-        Facts(teachers={name: policy_ranks.run_config(*place).policy for name, place in teachers.items()})
+    return replace(
+        config, facts=Facts(teachers={name: policy_ranks.run_config(*place).policy for name, place in teachers.items()})
     )
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ import yaml
 from mrl import check
 from mrl.config.load import load_config, resolved_yaml
 from mrl.config.model import with_value
+from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import STORY, SecretsFormatter, redact, redact_text, run_entry, split_secrets, start_logging
 from mrl.store.about import about_this_attempt
 from mrl.store.run_folder import RunFolder
@@ -356,6 +358,10 @@ def test_a_changed_config_keeps_its_secrets(monkeypatch: pytest.MonkeyPatch):
     config = load_config("grpo_tiny.yaml", ["policy.tokenizer.name=${oc.env:PROXY}"])
     changed = with_value(config, "grpo.max_num_steps", 3)
     assert changed.facts.secrets == config.facts.secrets == {"canary-5"}
+    replaced = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, max_num_steps=3))
+    assert replaced == changed and replaced.facts is config.facts
+    shown = RunConfig(facts=config.facts)
+    assert "canary-5" not in f"{shown} {dataclasses.asdict(shown)}"
     assert (changed.grpo.max_num_steps, changed.policy) == (3, config.policy) and config.grpo.max_num_steps != 3
 
 

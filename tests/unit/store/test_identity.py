@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import shutil
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def test_each_attempt_keeps_its_config_and_says_what_changed(model: Path, caplog
     run = config(model)
     open_attempt(run)
     run.grpo.max_num_steps, run.loss_fn.ratio_clip_min = 7, 0.25
-    open_attempt(run.with_facts(Facts(origins={"grpo.max_num_steps": "command line"})))
+    open_attempt(replace(run, facts=Facts(origins={"grpo.max_num_steps": "command line"})))
     changes = [record.getMessage() for record in caplog.records if "last attempt" in record.getMessage()]
     old = RunConfig()
     assert changes == [

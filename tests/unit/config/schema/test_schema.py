@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import get_type_hints
-
-from mrl.config.schema.keys import KEYS, section_of
+from mrl.config.schema.keys import KEYS, fields_of, section_of
 from mrl.config.schema.run import RunConfig
 from scripts.config_page import manuals, unread_keys
 from scripts.config_readers import key_readers
@@ -9,7 +7,7 @@ from scripts.config_readers import key_readers
 
 def sections(section: type = RunConfig) -> list[type]:
     """The section and all below it."""
-    inner = [kind for hint in get_type_hints(section).values() if (kind := section_of(hint)) is not None]
+    inner = [kind for hint in fields_of(section).values() if (kind := section_of(hint)) is not None]
     return [section, *(found for kind in inner for found in sections(kind))]
 
 
