@@ -159,16 +159,38 @@ SECRET_NAME = re.compile(
 )
 """Pattern of a key that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
 
-PUBLIC_NAME = re.compile(
-    r"HOME|USER|LOGNAME|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|PATH|LANG|TZ|TERM|SHELL|VIRTUAL_ENV|GLIBC_TUNABLES|PYTHON[A-Z]+|"
-    r"\w+_(HOME|DIR|PATH|ROOT|FOLDER|NAME|ID|SIZE|NODES|RANK|NUM_THREADS)|"
-    r"(CUBLAS|CUBLASLT|CUDA|CUDNN|DEEPEP|DG|EFA|FI|FLASHINFER|GLOO|GOMP|HF_DATASETS|HF_HUB|KMP|LC|LD|MALLOC|MAMBA|MKL|MRL|NCCL|NVIDIA|"
-    r"NVSHMEM|NVTE|OFI|OMP|OMPI|OPENBLAS|PMIX|PYTORCH|RAY|RDMAV|SLURM|TOKENIZERS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRANSFORMERS|TRITON|"
-    r"UCX|VLLM)_\w+"
+_PLACES = (
+    r"HOME|USER|LOGNAME|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|PATH|LANG|TZ|TERM|SHELL|VIRTUAL_ENV|UCX_TLS|GLIBC_TUNABLES|CUBLAS_WORKSPACE_CONFIG|"
+    r"PYTHON(?:PATH|HOME|HASHSEED|UNBUFFERED|OPTIMIZE|WARNINGS|DONTWRITEBYTECODE|FAULTHANDLER|MALLOC|UTF8|NOUSERSITE|SAFEPATH)|"
+    r"LC_(?:ALL|COLLATE|CTYPE|MESSAGES|MONETARY|NUMERIC|TIME)|"
+    r"\w+_(?:HOME|DIR|PATH|ROOT|FOLDER|NAME|SIZE|NODES|RANK|NUM_THREADS)|"
+    r"(?:\w+_)?(?:ARRAY|CLUSTER|EXPERIMENT|GROUP|JOB|NODE|POD|PROC|RUN|TASK)_ID"
 )
-"""Pattern of environment variables that hold no secret unless they are called like one: places, names, sizes, settings
-of libraries.
+_LIBRARY = (
+    r"(?:CUBLAS|CUBLASLT|CUDA|CUDNN|DEEPEP|DG|EFA|FI|FLASHINFER|GLOO|GOMP|HF_DATASETS|HF_HUB|KMP|LD|MALLOC|MAMBA|MKL|NCCL|NVIDIA|"
+    r"NVSHMEM|NVTE|OFI|OMP|OMPI|OPENBLAS|PMIX|PYTORCH|RAY|RDMAV|SLURM|TOKENIZERS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRANSFORMERS|TRITON|"
+    r"UCX|VLLM)_"
+)
+_SETTING = (
+    r"AFFINITY|ALGO|ALIGNMENT|ARCH|ARCH_LIST|ATTN|AUTOTUNE|AUTOTUNING|BACKENDS?|BIND|BLOCKING|BLOCKTIME|BUFFERS?|BUFFSIZE|BYTES|CACHE|"
+    r"CACHING|CAPABILITIES|CHANNELS?|CHECK|CHUNKS?|CHUNKSIZE|CNT|COLOR|COMPILE|COMPRESSION|CONNECTIONS|COUNT|CPUS?|CUTOFF|DEBUG|"
+    r"DETERMINISTIC|DEVICES?|DISABLED?|DTYPE|DUMP|DYNAMIC|ENABLED?|FACTOR|FALLBACK|FILE|FILTER|FORK|FORMAT|FRACTION|FREQUENCY|FUSION|GB|"
+    r"GDR|GEMM|GPUS?|GRAPHS?|HCA|IFNAME|INDEX|INTERVAL|INVARIANT|IPC|JIT|JOBID|KB|KERNELS?|LAYOUT|LEN|LENGTH|LEVEL|LIMIT|LOCALID|"
+    r"LOGGING|LOGLEVEL|LOGS?|MAX|MB|MEM|MEMORY|METHOD|METRICS|MIN|MODE|MOE|MS|NCHANNELS|NET|NNODES|NODEID|NODELIST|NTASKS|NTHREADS|"
+    r"NUM|OFFLINE|OPS|ORDER|OVERLAP|OVERRIDE|PARALLELISM|PARTITION|PERCENT|PLACES|PLUGIN|POLICY|PORTS?|PRECISION|PRELOAD|PRIORITY|"
+    r"PROCID|PROCS|PROFILE|PROFILING|PROTO|PROVIDER|QPS|RATE|RATIO|RDMA|REQUESTS|RESTART|RETRIES|RETRY|RINGS|S|SCHEDULE|SECONDS|SHM|"
+    r"SIZES?|SL|SMS|SOCKETS?|SPACE|STATS|STEPS|STRATEGY|STREAMS?|SUBSYS|TASKS|TC|TELEMETRY|TF32|THREADS?|THRESH|THRESHOLD|TIME|TIMEOUT|"
+    r"TOPK|TRACE|TYPES?|USE|V1|V2|VERBOSE|VERBOSITY|VERSION|WAIT|WARMUP|WARN|WINDOW|WORKERS|XET"
+)
+PUBLIC_NAME = re.compile(
+    rf"{_PLACES}|{_LIBRARY}(?:\w+_)?(?i:{_SETTING})|" + "|".join(v.name for v in VARIABLES if not v.is_secret)
+)
+"""Pattern of environment variables that hold no secret: places, names, sizes, those above, and settings of libraries
+whose last word says that they are one. `UCX_CERT` and `GLOO_PIN` are none.
 """
+
+_SWITCH = re.compile(rf"{_LIBRARY}\w+=(?i:-?\d|true|false|on|off|yes|no|auto|none)")
+"""Pattern of a setting of a library whose value is too short to be a secret, whatever its name."""
 
 VARIABLES_KEY = "env_vars"
 """The key of a section that lists environment variables."""
@@ -218,16 +240,22 @@ def is_secret_variable(name: str) -> bool:
     return bool(SECRET_NAME.search(name)) or name.upper().endswith("_KEY")
 
 
-def is_public_variable(name: str) -> bool:
-    """True if the value of an environment variable may be shown: its name is on the list of harmless ones."""
-    return bool(PUBLIC_NAME.fullmatch(name)) and not is_secret_variable(name)
+def is_public_variable(name: str, value: object = "") -> bool:
+    """True if the value of an environment variable may be shown: its name is on the list of harmless ones.
+
+    No beginning of the name is called like a secret either (`SLACK_WEBHOOK_PATH`, `VAULT_SECRET_ID`).
+    """
+    if PUBLIC_NAME.fullmatch(name):
+        words = name.split("_")
+        return not any(is_secret_variable("_".join(words[: end + 1])) for end in range(len(words)))
+    return bool(_SWITCH.fullmatch(f"{name}={value}")) and not is_secret_variable(name)
 
 
-def is_hidden(key: str) -> bool:
-    """True if the values of a dotted config key must not be shown: called like a secret, or a non-public variable."""
+def is_hidden(key: str, value: object = "") -> bool:
+    """True if `value` of a dotted config key must not be shown: called like a secret, or a non-public variable."""
     above, _, name = key.rpartition(".")
     if above.rpartition(".")[2] == VARIABLES_KEY:
-        return not is_public_variable(name)
+        return not is_public_variable(name, value)
     return name == VARIABLES_KEY or bool(SECRET_NAME.search(name))
 
 

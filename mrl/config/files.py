@@ -168,7 +168,8 @@ def wrong(id: str, key: Key, setting: Setting, rule: object, way_out: str = "") 
 
 
 def _shown(key: Key, setting: Setting) -> str:
-    return REDACTED if is_hidden(".".join(key)) and setting.value not in (None, {}) else shorten(setting.value)
+    is_secret = is_hidden(".".join(key), setting.value) and setting.value not in (None, {})
+    return REDACTED if is_secret else shorten(setting.value)
 
 
 def shorten(value: object) -> str:

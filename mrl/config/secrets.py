@@ -30,6 +30,7 @@ from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
+from mrl.config.tokens import without_tokens
 
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
 """plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object
@@ -117,7 +118,8 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
             r"(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{10,}|"
             r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|[rs]k_(?:live|test|prod)_\w{16,}|dckr_[po]at_[\w-]{20,}|"
             r"SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|ATATT3\S{20,}|do[oprs]_v1_[a-f0-9]{32,}|"
-            r"dapi[a-f0-9]{32}|AGE-SECRET-KEY-1\w{20,}|\d{8,10}:AA[\w-]{30,})"
+            r"dapi[a-f0-9]{32}|AGE-SECRET-KEY-1\w{20,}|\d{8,10}:AA[\w-]{30,}|sq0[a-z]{3}-[\w-]{20,}|(?:AC|SK)[a-f\d]{32}\b|"
+            r"[a-f\d]{32}-us\d{1,2}\b|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,})"
         ),
         REDACTED,
     ),
@@ -148,7 +150,7 @@ def note_secrets(settings: Iterable[tuple[str, object]], secrets: set[str]) -> N
     """Adds to `secrets` those of (dotted key, value as written)."""
     for key, value in settings:
         is_called_so = bool(env.SECRET_NAME.search(key.rpartition(".")[2]))
-        if env.is_hidden(key) and "${" not in str(value) and (is_called_so or not _WORD.fullmatch(str(value))):
+        if env.is_hidden(key, value) and "${" not in str(value) and (is_called_so or not _WORD.fullmatch(str(value))):
             note_texts(value, secrets)
 
 
@@ -167,13 +169,14 @@ def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = ""
         return {name: redact(inner, secrets, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, secrets, key) for inner in value]
-    return redact_text(REDACTED if env.is_hidden(key) else value, secrets) if isinstance(value, str) else value
+    return redact_text(REDACTED if env.is_hidden(key, value) else value, secrets) if isinstance(value, str) else value
 
 
 def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """`text` without `secrets`, the values of secret environment variables, and texts that look like secrets."""
     if (known := _known(env.secret_values() | secrets)) is not None:
         text = known.sub(REDACTED, text)
+    text = without_tokens(text, REDACTED)
     for form, instead in _FORMS:
         text = form.sub(instead, text)
     return _PARAMETER.sub(_public_parameter, text)
@@ -181,8 +184,8 @@ def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
 
 def redact_word(word: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """A word of a command without secrets; of an override of a hidden key only the key is left."""
-    key, is_override, _ = word.partition("=")
-    if is_override and (env.is_hidden(key.lstrip("+~")) or f"{env.VARIABLES_KEY}:" in word):
+    key, is_override, value = word.partition("=")
+    if is_override and (env.is_hidden(key.lstrip("+~"), value) or f"{env.VARIABLES_KEY}:" in word):
         return f"{key}={REDACTED}"
     return redact_text(word, secrets)
 
@@ -224,7 +227,7 @@ def split_secrets(
     hidden = {
         name: value
         for name, value in variables.items()
-        if not env.is_public_variable(name) or redact_text(value, secrets) != value
+        if not env.is_public_variable(name, value) or redact_text(value, secrets) != value
     }
     return {name: value for name, value in variables.items() if name not in hidden}, hidden
 

@@ -314,7 +314,7 @@ def _register_resolvers(secrets: set[str]) -> None:
         value = oc.env(name, *default)
         # Paths, sizes and defaults are no secrets, unless the variable is named like a secret.
         if value is not None and (
-            env.is_secret_variable(name) or (env.variable(name) and not env.is_public_variable(name))
+            env.is_secret_variable(name) or (env.variable(name) and not env.is_public_variable(name, value))
         ):
             note_texts(value, secrets)
         return value

@@ -183,7 +183,18 @@ def test_a_secret_is_hidden_however_it_is_quoted(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "name", ["DB_PASS", "GITHUB_PAT", "SENTRY_DSN", "A_CONNECTION_STRING", "A_WEBHOOK_URL", "A_KEY", "FOO", "vllm_x"]
+    "name",
+    [
+        "DB_PASS",
+        "GITHUB_PAT",
+        "SENTRY_DSN",
+        "A_CONNECTION_STRING",
+        "A_WEBHOOK_URL",
+        "A_KEY",
+        "FOO",
+        "vllm_x",
+        "UCX_CERT",
+    ],
 )
 @pytest.mark.parametrize("value", ["canary-7", "pin", "policy"])
 def test_a_variable_is_shown_only_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
