@@ -102,6 +102,13 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     # TP or SP on GPUs.
     has_gpu = config.cluster.gpus_per_node > 0
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **device_variables(has_gpu=has_gpu), **_within_the_node(config)}
+    megatron = config.policy.megatron_cfg
+    if megatron.uses_hybridep:
+        # The names that deep_ep's HybridEPBuffer reads, and NVSHMEM.
+        if megatron.hybridep_num_ranks_per_nvlink_domain is not None:
+            own["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = str(megatron.hybridep_num_ranks_per_nvlink_domain)
+        if megatron.hybridep_use_mnnvl is not None:
+            own["USE_MNNVL"] = str(int(megatron.hybridep_use_mnnvl))
     if has_gpu:
         # Rows of varying length would leave holes of every size between segments.
         own |= _on_gpus(config.policy.precision, given, expandable_segments=True)

@@ -38,7 +38,7 @@ from mrl.data.packing import PackedRow
 from mrl.gpus import on_gpu
 from mrl.policy import specs
 from mrl.policy.batch import computed_positions, of_routers
-from mrl.policy.versions import IS_OLD, submodules_of
+from mrl.policy.versions import IS_OLD, flex_arguments, submodules_of
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -59,6 +59,7 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         if config.moe_token_dispatcher_type == "allgather"
         else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
+        **flex_arguments(config),
         moe_grouped_gemm=specs.HAVE_TE,
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and on_gpu(),
     )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import package_info
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from mrl.config.schema.megatron import MegatronConfig
 
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 17)
 """True for 0.16.1, the newest version for Python 3.11."""
@@ -39,6 +42,7 @@ __all__ = [
     "IS_OLD",
     "HybridStack",
     "build_hybrid",
+    "flex_arguments",
     "hybrid_stack_spec",
     "packed_arguments",
     "stack_arguments",
@@ -75,6 +79,29 @@ def packed_arguments(num_tokens: int) -> dict[str, Any]:
     From 0.17 on they mix the sequences without them, and say nothing.
     """
     return {} if IS_OLD else {"total_tokens": num_tokens}
+
+
+def flex_arguments(config: MegatronConfig) -> dict[str, object]:
+    """Arguments of TransformerConfig by which HybridEP carries tokens; {} for other dispatchers.
+
+    Its ranks exchange equal numbers of tokens, and rows of data-parallel ranks differ: from 0.17 on Megatron pads them.
+
+    Raises:
+        ValueError: megatron-core 0.16.1, which does not.
+    """
+    if not config.uses_hybridep:
+        return {}
+    if IS_OLD:
+        raise ValueError(
+            "policy.megatron_cfg.moe_flex_dispatcher_backend=hybridep: the ranks of HybridEP exchange equal numbers of "
+            f"tokens, to which megatron-core {package_info.__version__} does not pad rows; install 0.19 (Python 3.12), "
+            "or set it to deepep"
+        )
+    return {
+        "moe_flex_dispatcher_backend": "hybridep",
+        "moe_hybridep_pad_uneven_dispatch_inputs": True,
+        "moe_flex_dispatcher_num_sms": config.moe_hybridep_num_sms,
+    }
 
 
 def submodules_of(spec: object) -> Any:

@@ -40,8 +40,6 @@ class Foreign:
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
     refused: tuple[object, ...] | str = "any"
     """The values that `reason` is about, or their kind, one of `KINDS`. Any other is unknown."""
-    read_with: tuple[str, object] | None = None
-    """Key and value beside which alone the key has an effect."""
     way_out: str = ""
     """Way out at another value. Empty only if every value is accepted."""
     is_section: bool = False
@@ -72,7 +70,7 @@ _TABLES = yaml.load(Path(__file__).with_name("tables.yaml").read_bytes(), Loader
 
 
 def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -> Foreign:
-    accepted, refused, beside = entry.get("accepted"), entry.get("refused"), entry.get("read_with")
+    accepted, refused = entry.get("accepted"), entry.get("refused")
     if refused is None:
         kinds = [
             kind
@@ -86,7 +84,6 @@ def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -
         reason,
         None if accepted is None else tuple(accepted),
         refused if isinstance(refused, str) else tuple(refused),
-        None if beside is None else (beside[0], beside[1]),
         entry.get("way_out", ""),
         is_section,
         None if (alike := entry.get("same_at")) is None else tuple(alike),

@@ -166,8 +166,7 @@ def entry_of(key: Key) -> Foreign | None:
         accepted.replace("${policy.", f"${{{key[0]}.") if isinstance(accepted, str) else accepted
         for accepted in found.same or ()
     ]
-    beside = found.read_with and (_moved(found.read_with[0], key[0]), found.read_with[1])
-    return replace(found, same=None if found.same is None else tuple(same), read_with=beside)
+    return replace(found, same=None if found.same is None else tuple(same))
 
 
 def is_foreign(key: Key, value: object) -> bool:
@@ -225,10 +224,7 @@ def migrate(
             for other in entry.same or ()
         ]
         resolved = Setting(value, setting.origin)
-        if entry.read_with is not None and value_of(entry.read_with[0]) != entry.read_with[1]:
-            beside, needed = entry.read_with
-            report.without_effect.append((key, setting, f"read only with {beside}={needed}"))
-        elif entry.same is None or value in same:
+        if entry.same is None or value in same:
             (report.different if entry.differs(value) else report.without_effect).append((key, setting, entry.reason))
         elif entry.refuses(value):
             problems.append(wrong("nemo-rl", key, resolved, entry.reason, entry.way_out))

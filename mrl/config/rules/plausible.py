@@ -92,6 +92,11 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "of one token both distributions are 1, so that the loss is 0 and nothing is learned; "
         "raise it, 64 is usual, or set loss_fn.zero_outside_topk=true",
     ),
+    "policy.megatron_cfg.moe_flex_dispatcher_backend": (
+        lambda config: config.policy.megatron_cfg.uses_hybridep,
+        "HybridEP is passed on to Megatron as its sources say, but no run on GPUs has shown it; "
+        "compare the loss of the first steps with moe_token_dispatcher_type=alltoall",
+    ),
     "cluster.gpus_per_node": (
         lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
         f"hosts have at most {MAX_GPUS_PER_NODE} GPUs; give the GPUs of one host, and cluster.num_nodes",

@@ -207,21 +207,11 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         f"{at}megatron_cfg.moe_token_dispatcher_type",
         f"{at}megatron_cfg.moe_shared_expert_overlap",
     )
-    no_deepep = "use alltoall, and set moe_enable_deepep to false"
-    if megatron.moe_enable_deepep and dispatcher != "flex":
-        rule = f"{at}megatron_cfg.moe_token_dispatcher_type={dispatcher} does not use DeepEP"
+    if dispatcher == "flex":
+        _check_flex(config, problems)
+    elif megatron.moe_enable_deepep:
+        rule = f"{key}={dispatcher} does not use DeepEP"
         problems.add(f"{at}megatron_cfg.moe_enable_deepep", rule, "set it to false, or choose the dispatcher flex")
-    elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
-        problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
-    elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
-        problems.add(
-            key,
-            f"DeepEP needs {at}megatron_cfg.expert_model_parallel_size or expert_tensor_parallel_size above 1",
-            no_deepep,
-        )
-    elif dispatcher == "flex" and megatron.moe_router_dtype == "fp64":
-        rule = f"{at}megatron_cfg.moe_token_dispatcher_type=flex is DeepEP, which takes weights of experts in float32"
-        problems.add(f"{at}megatron_cfg.moe_router_dtype", rule, "set it to fp32")
     if not megatron.moe_shared_expert_overlap:
         return
     if dispatcher != "alltoall":
@@ -235,6 +225,42 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         problems.add(overlap, rule, "set it to false")
     if model.latent:
         problems.add(overlap, "Megatron has no overlap for the model's latent experts", "set it to false")
+
+
+def _check_flex(config: RunConfig, problems: Problems) -> None:
+    """Checks what DeepEP and HybridEP need (Megatron's MoEFlexTokenDispatcher, deep_ep's HybridEPBuffer)."""
+    megatron, at = problems.section.megatron_cfg, f"{problems.at}megatron_cfg."
+    backend, key = f"{at}moe_flex_dispatcher_backend", f"{at}moe_token_dispatcher_type"
+    library = "HybridEP" if megatron.uses_hybridep else "DeepEP"
+    num_ranks = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    in_domain = megatron.hybridep_num_ranks_per_nvlink_domain or 1
+    without = "use alltoall, and set moe_enable_deepep to false"
+    if megatron.moe_flex_dispatcher_backend == "alltoall":
+        problems.add(
+            backend,
+            f"it has no effect with {key}=alltoall only, and with flex names no library",
+            "set it to deepep or hybridep",
+        )
+    elif megatron.uses_hybridep and megatron.moe_enable_deepep:
+        problems.add(f"{at}moe_enable_deepep", f"{backend}=hybridep is another library", "set it to false")
+    elif config.cluster.gpus_per_node == 0:
+        problems.add(key, f"{library} needs GPUs, and cluster.gpus_per_node=0", without)
+    elif num_ranks == 1:
+        rule = f"{library} needs {at}expert_model_parallel_size or expert_tensor_parallel_size above 1"
+        problems.add(key, rule, without)
+    elif megatron.moe_router_dtype == "fp64":
+        rule = f"{key}=flex is {library}, which takes weights of experts in float32"
+        problems.add(f"{at}moe_router_dtype", rule, "set it to fp32")
+    elif megatron.uses_hybridep and num_ranks % in_domain:
+        rule = f"it does not divide the {num_ranks} ranks that share experts"
+        problems.add(f"{at}hybridep_num_ranks_per_nvlink_domain", rule, "use a divisor of them, or leave it out")
+    elif (
+        megatron.uses_hybridep
+        and megatron is not config.policy.megatron_cfg
+        and config.policy.megatron_cfg.uses_hybridep
+    ):
+        rule = "HybridEP has one buffer per process, and the policy's model has it"
+        problems.add(backend, rule, "set it to deepep")
 
 
 def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:

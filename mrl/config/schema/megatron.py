@@ -220,7 +220,21 @@ class MegatronConfig:
     moe_router_bias_update_rate: NotNegative = 0.0
     """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """Transport of tokens to their experts; `flex` is DeepEP."""
+    """Transport of tokens to their experts; `flex` is DeepEP or HybridEP, by `moe_flex_dispatcher_backend`."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "alltoall"] = "deepep"
+    """Library of the dispatcher `flex`; no effect with another, beside which some recipes say `alltoall`. HybridEP
+    needs megatron-core 0.19, and pads rows to a multiple of 128 tokens per rank. No run on GPUs has shown it.
+    """
+    moe_hybridep_num_sms: Positive | None = None
+    """Multiprocessors of a GPU that HybridEP's kernels take; null = its own choice."""
+    hybridep_num_ranks_per_nvlink_domain: Positive | None = None
+    """Ranks of a group of experts within one NVLink domain; null = HybridEP finds them, where NeMo RL sets the smaller
+    of expert_model_parallel_size and 64.
+    """
+    hybridep_use_mnnvl: bool | None = None
+    """USE_MNNVL, which tells HybridEP that NVLink joins nodes; null = not set, where NeMo RL sets it with more than 4
+    ranks of experts.
+    """
     moe_enable_deepep: bool = False
     """Older name of `moe_token_dispatcher_type=flex`, which alone decides: true is refused with another dispatcher."""
     moe_shared_expert_overlap: bool = False
@@ -265,6 +279,11 @@ class MegatronConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     distributed_data_parallel_config: DdpConfig = field(default_factory=DdpConfig)
     checkpoint: SaveConfig = field(default_factory=SaveConfig)
+
+    @property
+    def uses_hybridep(self) -> bool:
+        """Tells whether HybridEP carries tokens to their experts."""
+        return self.moe_token_dispatcher_type == "flex" and self.moe_flex_dispatcher_backend == "hybridep"
 
     @property
     def trains_mtp(self) -> bool:

@@ -12,6 +12,8 @@ from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.megatron import MegatronConfig
 
 _MTP_CHUNK_TOKENS = 1024
+# Tokens of a rank that HybridEP's kernels take at a time (NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API of DeepEP).
+_HYBRIDEP_CHUNK_TOKENS = 128
 
 PackingAlgorithm = Literal[
     "balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
@@ -168,4 +170,7 @@ class PolicyConfig:
         parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         fills_rows = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
         length_round = fills_rows.sequence_length_round if fills_rows.enabled else 1
-        return math.lcm(self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts)
+        of_rank = _HYBRIDEP_CHUNK_TOKENS * megatron.context_parallel_size if megatron.uses_hybridep else 1
+        return math.lcm(
+            self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts, of_rank * parts
+        )

@@ -48,6 +48,18 @@ def test_only_policy_ranks_use_expandable_segments():
     assert allocators(policy_variables(on_cpu, {})) == allocators(engine_variables(on_cpu, {})) == {None}
 
 
+def test_hybridep_gets_the_domain_that_the_config_names():
+    """The names that deep_ep's HybridEPBuffer and NeMo RL's setup.py read."""
+    config, names = run_config(), ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "USE_MNNVL")
+    megatron = config.policy.megatron_cfg
+    megatron.hybridep_num_ranks_per_nvlink_domain, megatron.hybridep_use_mnnvl = 32, True
+    assert not set(names) & set(policy_variables(config, {}))
+    megatron.moe_token_dispatcher_type, megatron.moe_flex_dispatcher_backend = "flex", "hybridep"
+    assert [policy_variables(config, {})[name] for name in names] == ["32", "1"]
+    megatron.hybridep_num_ranks_per_nvlink_domain = megatron.hybridep_use_mnnvl = None
+    assert not set(names) & set(policy_variables(config, {}))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_do_not_inherit_expandable_segments(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str

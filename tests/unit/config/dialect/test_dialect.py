@@ -154,7 +154,6 @@ def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], l
 def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]):
     engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
     for key, value in [
-        (f"{megatron}.moe_flex_dispatcher_backend", "hybridep"),
         ("policy.generation.backend", "megatron"),
         (f"{engine}.precision", "fp8"),
         (f"{engine}.use_deep_gemm", "true"),
@@ -163,7 +162,7 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
         ("policy.quant_cfg", "nvfp4.yaml"),
         ("policy.generation.quant_cfg", "nvfp4.yaml"),
     ]:
-        said = refused("", f"{key}={value}", f"{megatron}.moe_token_dispatcher_type=flex")
+        said = refused("", f"{key}={value}")
         assert f"{key}={value} (command line): " in said and said.count(" is not built; ") == 1
         assert "Invalid value" not in said
 
@@ -183,12 +182,11 @@ KNOWN = {
 def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
     entry = FOREIGN[key]
     assert entry.same is not None
-    values = dict([entry.read_with] if entry.read_with else [])
 
     def said(value: object) -> list[str]:
         problems: list[Problem] = []
         settings = {split_key(key): Setting(value, "a.yaml:1")}
-        migrate(settings, lambda dotted: value if dotted == key else values.get(dotted), problems)
+        migrate(settings, lambda dotted: value if dotted == key else None, problems)
         return list(map(str, problems))
 
     refused = KNOWN[entry.refused] if isinstance(entry.refused, str) else entry.refused
@@ -201,17 +199,6 @@ def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
         assert (
             "no such value; known are " in problem and entry.reason not in problem and problem.endswith(entry.way_out)
         )
-
-
-def test_a_key_that_is_read_beside_another_value_only_has_no_effect_elsewhere(
-    load: Callable[..., RunConfig], refused: Callable[..., str]
-):
-    key, dispatcher = "policy.megatron_cfg.moe_flex_dispatcher_backend", "policy.megatron_cfg.moe_token_dispatcher_type"
-    for value in ("alltoall", "hybridep", "deepep"):
-        load("", f"{key}={value}", f"{dispatcher}=alltoall")
-    said = refused("", f"{key}=alltoall", f"{dispatcher}=flex")
-    assert f"{key}=alltoall (command line): no such value; known are deepep, null, hybridep; set it to deepep" in said
-    assert "HybridEP" not in said
 
 
 # As in examples/nemo_gym/nemotron-3.5-super/student_rlvr.yaml of NeMo RL's commit 472bb6451248.
@@ -230,7 +217,7 @@ loss_fn: {behaviour_kl_input_clamp_value: 20, behaviour_kl_output_clamp_value: 1
 
 def test_the_off_values_of_a_newer_recipe_change_nothing(load: Callable[..., RunConfig], refused: Callable[..., str]):
     engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
-    config = load(SUPER, f"{engine}.load_format=dummy", f"{megatron}.moe_flex_dispatcher_backend=alltoall")
+    config = load(SUPER, f"{engine}.load_format=dummy", f"{megatron}.moe_flex_dispatcher_backend=null")
     plain = load("grpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1, in_flight_weight_updates: true}}")
     assert config == plain
     for key, reason in {

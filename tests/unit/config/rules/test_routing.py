@@ -69,3 +69,24 @@ def test_deepep_on_gpus_needs_float32_weights_and_several_ranks(workplace: Path)
     assert problems() == problems("moe_enable_deepep=false") == []
     assert "set it to fp32" in problems("moe_router_dtype=fp64")[0]
     assert "above 1" in problems("expert_model_parallel_size=1")[0]
+
+
+def test_hybridep_takes_equal_whole_chunks_of_tokens_from_each_rank(workplace: Path):
+    """Its kernels take 128 tokens of a rank at a time, and the ranks of a group of experts exchange equal numbers."""
+    hybridep = ["moe_flex_dispatcher_backend=hybridep", "moe_token_dispatcher_type=flex", "moe_router_dtype=fp32"]
+    keys = [f"{MEGATRON}.{override}" for override in hybridep]
+
+    def problems(*overrides: str) -> list[str]:
+        return problems_of(*keys, *(f"{MEGATRON}.{override}" for override in overrides), "cluster.gpus_per_node=8")
+
+    assert problems() == problems("hybridep_num_ranks_per_nvlink_domain=2", "hybridep_use_mnnvl=true") == []
+    assert "set it to fp32" in problems("moe_router_dtype=fp64")[0]
+    assert "above 1" in problems("expert_model_parallel_size=1")[0]
+    assert "another library; set it to false" in problems("moe_enable_deepep=true")[0]
+    assert "set it to deepep or hybridep" in problems("moe_flex_dispatcher_backend=alltoall")[0]
+    assert "does not divide the 2 ranks" in problems("hybridep_num_ranks_per_nvlink_domain=3")[0]
+    plain = load_config("grpo_tiny.yaml", ["policy.make_sequence_length_divisible_by=12"]).policy
+    sizes = ["tensor_model_parallel_size=2", "context_parallel_size=4", "sequence_parallel=true"]
+    overrides = [*keys, *(f"{MEGATRON}.{size}" for size in sizes), "policy.make_sequence_length_divisible_by=12"]
+    policy = load_config("grpo_tiny.yaml", overrides).policy
+    assert plain.row_multiple % 128 and policy.row_multiple % (128 * 2 * 4) == policy.row_multiple % 12 == 0
