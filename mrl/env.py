@@ -77,6 +77,9 @@ SLURM_JOB_NUM_NODES = Variable(
 RAY_ADDRESS = Variable(
     "RAY_ADDRESS", "Head of the launcher's Ray cluster, which runs on several nodes and mrl.doctor join."
 )
+TMPDIR = Variable(
+    "TMPDIR", "Folder of temporary files and sockets, on a disk of the host and with a short path; default: /tmp."
+)
 VIRTUAL_ENV = Variable(
     "VIRTUAL_ENV", "Set by an activated virtual environment; without it the end of a run says how to activate its own."
 )

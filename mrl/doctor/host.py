@@ -188,9 +188,8 @@ def _disk(use: str, disk: Disk) -> Finding:
     name = f"disk for {use}"
     found = f"{disk.folder}: {disk.free_bytes / 1e9:,.1f} of {disk.total_bytes / 1e9:,.1f} GB free"
     if not disk.is_writable:
-        return Finding(
-            name, "problem", f"{disk.folder} cannot be written to", "choose another folder, or change its owner"
-        )
+        remedy = "make it, make room there, or set TMPDIR" if use == TEMPORARY else "choose another folder"
+        return Finding(name, "problem", f"{disk.folder} cannot be written to", f"{remedy}, or change its owner")
     if disk.free_bytes < MIN_FREE_BYTES:
         return Finding(name, "problem", found, "free some, or choose another disk")
     if use == TEMPORARY and (most := longest_folder(ENGINE_SOCKET)) < len(os.fsencode(disk.folder)):

@@ -16,16 +16,16 @@ import resource
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mrl import env
 from mrl.cluster.daemons import Obstacle, find_obstacles
 from mrl.cluster.lifetime import Capacity, read_capacity
+from mrl.config.rules.sockets import temporary_folder, why_unwritable
 from mrl.doctor.findings import normalise
 from mrl.doctor.gpus import PACKAGE, PROBE_TIMEOUT_S, Gpus, read_gpus, run_python
 from mrl.envs import code, confine
@@ -161,7 +161,7 @@ class HostFacts:
 
 def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_imports: bool = False) -> HostFacts:
     """Reads the facts of this host and the disks of `folders`, which are named by their use and need not exist yet."""
-    gpus = read_gpus()
+    gpus, place = read_gpus(), temporary_folder()
     packages = {
         normalise(name): found.version
         for found in importlib.metadata.distributions()
@@ -185,7 +185,8 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             capacity=read_capacity(),
             shared_memory=read_disk(Path("/dev/shm")),
             disks={
-                use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()
+                **{use: read_disk(folder) for use, folder in folders.items()},
+                TEMPORARY: replace(read_disk(Path(place)), is_writable=not why_unwritable(place)),
             },
             limits=read_limits(),
             network=Network(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.config.rules import sockets
 from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, RAY_SOCKET, longest_folder
 from tests.unit.config.problems import texts_of
 
@@ -37,6 +38,20 @@ def test_the_system_takes_no_longer_path(tmp_path: Path, monkeypatch: pytest.Mon
             refused.bind("y" * (MAX_PATH_BYTES + 1))
 
 
+@pytest.mark.parametrize("kind", ["missing", "a file"])
+def test_a_tmpdir_that_takes_no_file_is_named(workplace: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    """Python, Ray and vLLM would each take another folder, and say nothing."""
+    folder = workplace / "tmp"
+    if kind == "a file":
+        folder.write_text("")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(sockets, "longest_folder", lambda socket: len(str(folder)))  # pytest's own is long
+        (problem,) = texts_of(load_config("grpo_tiny.yaml"))
+    assert problem.startswith(f"TMPDIR={folder}: temporary files cannot be written there: ")
+    assert problem.endswith("or set it to another folder of this host, such as /tmp")
+
+
 @pytest.mark.parametrize(
     ("overrides", "name"), [([], RAY_SOCKET), (["cluster.num_nodes=2"], ENGINE_SOCKET)], ids=["one node", "several"]
 )
@@ -44,8 +59,9 @@ def test_a_long_tmpdir_is_named_with_the_way_out(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str
 ):
     most = longest_folder(name)
+    monkeypatch.setattr(sockets, "why_unwritable", lambda folder: "")  # there is no such folder
     for num_bytes in (most, most + 1):
-        monkeypatch.setattr(tempfile, "tempdir", folder_of(num_bytes))
+        monkeypatch.setenv("TMPDIR", folder_of(num_bytes))
         found = [
             problem for problem in texts_of(load_config("grpo_tiny.yaml", overrides)) if problem.startswith("TMPDIR=")
         ]
