@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,17 @@ def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> 
     return verdicts
 
 
+@contextmanager
+def shown_if_failed(folder: Path) -> Iterator[None]:
+    """Prints the end of each actor's log if the `with` block fails: an actor may have died by itself."""
+    try:
+        yield
+    except BaseException:
+        for file in sorted(folder.rglob("*.log")):
+            print(f"=== {file.name}\n{file.read_text(errors='replace')[-4000:]}")
+        raise
+
+
 def node_and_pid(actor) -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -83,7 +96,12 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
 ):
     (tmp_path / "slow_rewards.py").write_text(SLOW)
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *OVERRIDES])
-    with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
+    with (
+        shown_if_failed(tmp_path / "logs"),
+        placed_slots(config, tmp_path / "logs") as placement,
+        caplog.at_level(logging.INFO),
+        tasks_ended(),
+    ):
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
         rewards.wait_until_built()
         assert "Rewards, on each of their nodes (2): one actor; workers on" in caplog.text and "slow 1" in caplog.text
