@@ -195,7 +195,9 @@ class CheckpointSaver:
             if self._is_abandoned.is_set():
                 return
             self._folder.checkpoints.remove_unfinished()
-            text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
+            before = self._saved_step
+            stays = f"the one before it stays: step_{before}" if before else "there is none before it"
+            text = f"the checkpoint of step {step} cannot be written: {error}; {stays}"
             logger.error("%s", text)
             if is_needed:
                 raise SaveFailed(text) from error

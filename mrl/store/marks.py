@@ -26,6 +26,8 @@ STATE = "training_info.json"
 MARKER = "COMPLETE"
 _MARKS = (MARK, STATE, MARKER)
 """Files by which a checkpoint is known. They are removed last."""
+_UNFINISHED_MARK = re.compile(rf"\.{re.escape(MARK)}\.[0-9a-f]{{16}}")
+"""Name of a mark that `write_atomic` had not renamed yet."""
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _LEFT = re.compile(r"tmp_(old_)*(tmp_)?step_[0-9]+(\.[0-9]+)?")
 """Names that an interrupted save or removal leaves."""
@@ -143,10 +145,11 @@ def _mark_by_marker(folder: Path) -> Mark:
 
 
 def is_unmarked(path: Path) -> bool:
-    """True for what mrl leaves alone. A folder without any file in it is free to take."""
+    """True for what mrl leaves alone. A folder without any file in it, or but for half a mark, is free to take."""
     if find_mark(path) is not None:
         return False
-    return path.is_symlink() or not path.is_dir() or any(files for _, _, files in os.walk(path))
+    names = (name for _, _, files in os.walk(path) for name in files)
+    return path.is_symlink() or not path.is_dir() or not all(map(_UNFINISHED_MARK.fullmatch, names))
 
 
 def put_marked_aside(path: Path, prefix: str) -> Path:

@@ -161,7 +161,8 @@ class RunFolder:
             with self._may_fail(METRICS):
                 self._metrics.close()
         spans.stop()
-        self.give_back()
+        with self._may_fail(OWNER):  # which names a process that is dead soon
+            self.give_back()
 
     def check_owner(self) -> None:
         """Raises FolderLost if another process owns the folder by now."""

@@ -189,7 +189,8 @@ def test_small_files_that_rank_0_cannot_write_cost_the_checkpoint_and_not_the_ru
     saver.begin(live.state)
     saver.finish()
     with pytest.raises(
-        SaveFailed, match=rf"checkpoint of step {live.state.step} cannot be written: .*iter_0000000: .*; the one before"
+        SaveFailed,
+        match=rf"step {live.state.step} cannot be written: .*iter_0000000: .*; (the one before|there is none)",
     ):
         saver.begin(live.state, waits=True)
     assert "Traceback" not in caplog.text and not list(folder.path.glob("tmp_*"))

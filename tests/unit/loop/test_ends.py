@@ -127,7 +127,7 @@ def test_a_last_save_that_fails_says_why_first_and_last(
     assert ends(attempt) == 1
     reason = (
         f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}; the one "
-        "before it stays"
+        "before it stays: step_1"
     )
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert (

@@ -203,10 +203,11 @@ def test_what_ends_a_save_ends_the_run_at_the_end_of_its_step(
 ):
     now = attempt()
     ranks = slow(now)
+    now.saver.load(now.newest, last_step=9)
     ranks.error = OSError("no space left")
     now.saver.begin(now.train(3))
     now.saver.finish()
-    assert "the checkpoint of step 3 cannot be written: no space left; the one before it stays" in caplog.text
+    assert "the checkpoint of step 3 cannot be written: no space left; the one before it stays: step_2" in caplog.text
     ranks.error = TimeoutError("the file system does not answer")
     now.saver.begin(now.train(4))
     ranks.write()

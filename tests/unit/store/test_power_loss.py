@@ -6,11 +6,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
+from tests.unit.loop.operations import Operations, in_child
 from tests.unit.loop.test_saving import Attempt
 from tests.unit.store.test_run_folder import config
 from tests.unit.store.test_samples import group_of
@@ -84,6 +87,61 @@ def test_the_steps_of_a_checkpoint_keep_their_lines_and_two_attempts_go_on(
             assert steps_in(folder / name)[: 4 * attempt] == list(range(1, 4 * attempt + 1))
         for text in folder.glob("logs/exp_*/*.jsonl.gz"):
             assert gzip.decompress(text.read_bytes()).count(b"\n") == 1, "no empty file has the name of a step"
+
+
+def after_a_loss(tmp_path: Path, disk: Disk, number: int) -> int:
+    """Power is lost at this operation of the driver's fourth step and its checkpoint; two attempts go on.
+
+    Returns the number of operations, if there are fewer.
+    """
+    (tmp_path / "model").mkdir(parents=True)
+    folder = tmp_path / "run"
+
+    def work() -> int:
+        now = start(tmp_path)
+        for step in range(1, 8):
+            train(now, step)
+
+        def lose(count: int, _: str) -> None:
+            if count == number:
+                operations.is_armed = False
+                disk.lose_power(folder)
+                os._exit(0)
+
+        operations = Operations(folder, lose)
+        operations.is_armed = True
+        train(now, 8)
+        train(now, 9)
+        return operations.count
+
+    if (total := in_child(work)) is not None:
+        return total
+    for attempt in (0, 1):
+        now = start(tmp_path)
+        (newest,) = {now.newest.step} if now.newest is not None else {0}
+        assert now.saver.load(now.newest, last_step=99).step == newest >= 4 * (attempt + 1)
+        # Whole, not said to be gone: every line of the steps that the checkpoint has.
+        for name in (METRICS, SAMPLES):
+            assert steps_in(folder / name) == list(range(1, newest + 1))
+        assert sorted(now.folder.ledger.state.trained) == list(range(1, newest + 1))
+        for step in range(newest + 1, newest + 5):
+            train(now, step)
+        with now.folder:
+            pass
+    return 0
+
+
+def test_power_lost_during_a_save_loses_no_line_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    after_a_loss(tmp_path, Disk(monkeypatch), random.Random(0).randint(1, 20))
+
+
+@pytest.mark.long("faults")
+def test_power_lost_at_any_operation_of_a_save_loses_no_line_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = Disk(monkeypatch)
+    total = next(number - 1 for number in count(1) if after_a_loss(tmp_path / str(number), disk, number))
+    assert total > 20
 
 
 def test_steps_that_lost_their_lines_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
