@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
@@ -72,11 +72,6 @@ class Problem:
             "text": str(self),
             "also": [other.as_json() for other in self.also],
         }
-
-    def with_keys(self, rename: Callable[[str], str]) -> Problem:
-        """A copy with `rename` applied to the key and to the sentences, which mention other keys."""
-        also = tuple(other.with_keys(rename) for other in self.also)
-        return replace(self, key=rename(self.key), rule=rename(self.rule), way_out=rename(self.way_out), also=also)
 
 
 def told(text: object, id: str, kind: Kind = "refused") -> Problem:

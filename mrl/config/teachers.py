@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of teachers: `teacher`, and those described in `on_policy_distillation`. Each is read like the policy's."""
+"""Sections of teachers: `teacher`, and those described in `on_policy_distillation`. Each is read as section `teacher`,
+in which keys that it leaves out have the policy's values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,19 +13,18 @@ from typing import TYPE_CHECKING
 from omegaconf.errors import MissingMandatoryValue
 
 from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, prefix_of
-from mrl.config.files import Key, Setting, Settings, flatten, split_key, wrong
+from mrl.config.files import Key, Setting, Settings, flatten, wrong
+from mrl.config.known import Translated, translate_settings
 from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
-from mrl.config.values import Tree, Unresolved
+from mrl.config.values import Tree, Unresolved, read_teacher
 from mrl.phases import ModelName
 
 if TYPE_CHECKING:
-    from mrl.config.dialect.translate import Migration
     from mrl.config.schema.algo import OnPolicyDistillationConfig
     from mrl.config.schema.policy import PolicyConfig
 
-TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation."
-Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[Problem]]"]
+TEACHER, POLICY, SEVERAL = "teacher", "policy", "on_policy_distillation."
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
 ELSEWHERE = {
@@ -45,22 +46,42 @@ OWN_CUT = (
 
 @dataclass(frozen=True)
 class Own:
-    """Settings of one teacher."""
+    """Settings of one teacher, as keys of section `teacher`."""
 
     settings: Settings
     model: ModelName
     origin: str = ""
 
+    def has(self, key: Key) -> bool:
+        """Tells whether the teacher has a value of its own for a key, or something in place of the section."""
+        never_inherited = ("model_name", "tokenizer", *(("hf_config_overrides",) if self.model == TEACHER else ()))
+        return key[1] in never_inherited or any(
+            key[: len(other)] == other or other[: len(key)] == key for other in self.settings
+        )
+
 
 def read_teachers(
-    config: RunConfig, settings: Settings, secrets: set[str], *, known: list[Problem], interpret: Interpret
+    config: RunConfig, settings: Settings, secrets: set[str], run: Translated, known: Collection[Problem]
 ) -> tuple[RunConfig, list[Problem]]:
-    """The config with its teachers, and what is wrong with them. `known` are its problems without them."""
+    """The config with its teachers, and what is wrong with them.
+
+    `run` has the translated settings of all but teachers, `known` the problems of these.
+    """
     problems: list[Problem] = []
     origins, teachers = dict(config.facts.origins), {}
 
     def read(own: Own) -> PolicyConfig | None:
-        return _read(own, settings, secrets, known, interpret, problems, origins)
+        section = own.settings | dict(_inherited(own, settings, secrets))
+        part = translate_settings(section, run.beside | run.settings, secrets, [TEACHER])
+        teacher, found = _read(own, part, run, secrets, known)
+        problems.extend(found)
+        if teacher is not None:
+            places = {f"{setting.origin}, from {'.'.join(key)}" for key, setting in own.settings.items()}
+            for key, setting in part.settings.items():
+                origin = setting.origin or own.origin
+                if (key in own.settings or origin in places) and (":" in origin or origin == COMMAND_LINE):
+                    origins[prefix_of(own.model) + ".".join(key[1:])] = origin
+        return teacher
 
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
@@ -79,14 +100,13 @@ def read_teachers(
 
 
 def _written(settings: Settings, secrets: set[str], problems: list[Problem]) -> Settings:
-    """Section `teacher` as keys of the policy; adds expressions that cannot be resolved to `problems`."""
+    """Section `teacher` with its expressions resolved; adds those that cannot be to `problems`."""
     tree, own = Tree(settings, secrets), Settings()
     for key, setting in settings.items():
         if key[0] != TEACHER:
             continue
         try:
-            # Its references mean keys of the whole config, not of a policy.
-            own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
+            own[key] = replace(setting, value=tree.value(".".join(key)), written_as="")
         except (MissingMandatoryValue, Unresolved) as error:
             problems.append(wrong("expression", key, setting, error))
     return own
@@ -115,59 +135,50 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
         own: dict[str, object] = {"model_name": model, "tokenizer.name": model, "dtensor_cfg.enabled": False}
         own |= {f"megatron_cfg.{key}": value for key, value in megatron.items()}
         own |= {to: PRECISIONS.get(str(place[key]), place[key]) for key, to in ELSEWHERE.items() if key in place}
-        settings: Settings = {}
-        for key, value in own.items():
-            settings |= flatten(value, (STUDENT, *key.split(".")), "")
-        found[name] = Own(settings, f"{TEACHER}:{name}", origin)
+        role, settings = f"{TEACHER}:{name}", Settings()
+        for dotted, value in own.items():
+            for key, setting in flatten(value, (TEACHER, *dotted.split(".")), "").items():
+                settings[key] = replace(setting, written_as=prefix_of(role) + ".".join(key[1:]))
+        found[name] = Own(settings, role, origin)
     return found
 
 
+def _inherited(own: Own, settings: Settings, secrets: set[str]) -> Iterator[tuple[Key, Setting]]:
+    """The policy's settings as those of a teacher that has none of its own."""
+    tree = Tree(settings, secrets)
+    for policy_key, setting in settings.items():
+        key = (TEACHER, *policy_key[1:])
+        if policy_key[0] != POLICY or not policy_key[1:] or own.has(key):
+            continue
+        value = setting.value
+        if own.model != TEACHER:
+            # The same expression might have another value in the teacher.
+            with suppress(MissingMandatoryValue, Unresolved):
+                value = tree.value(".".join(policy_key))
+        if isinstance(value, str):
+            value = value.replace(f"${{{POLICY}.", f"${{{TEACHER}.")
+        yield key, replace(setting, value=value)
+
+
 def _read(
-    own: Own,
-    settings: Settings,
-    secrets: set[str],
-    known: list[Problem],
-    interpret: Interpret,
-    problems: list[Problem],
-    origins: dict[str, str],
-) -> PolicyConfig | None:
-    """A teacher's section, in which keys left out have the policy's values; None, and problems, if it is not known."""
-    tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
-    if own.model == TEACHER:
-        never_shared.append(("hf_config_overrides",))
-
-    def is_own(key: Key) -> bool:
-        """Tells whether the teacher has a value of its own, or something in place of the section."""
-        return key[1:2] in never_shared or any(
-            key[: len(other)] == other or other[: len(key)] == key for other in own.settings
-        )
-
-    def shared_value(key: Key, setting: Setting) -> Setting:
-        """Resolves the policy's value: the same expression might have another value in the teacher."""
-        with suppress(MissingMandatoryValue, Unresolved):
-            if key[0] == STUDENT and own.model != TEACHER:
-                return replace(setting, value=tree.value(".".join(key)), written_as="")
-        return setting
-
-    shared = {
-        key: shared_value(key, setting)
-        for key, setting in settings.items()
-        if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))
-    }
-    inner, _, found = interpret(shared | own.settings, secrets)
-    found = [problem for problem in found if problem not in known and problem.key.startswith(f"{STUDENT}.")]
+    own: Own, part: Translated, run: Translated, secrets: set[str], known: Collection[Problem]
+) -> tuple[PolicyConfig | None, list[Problem]]:
+    """A teacher's section, None if it is not known, and its problems without those that it inherits."""
     prefix = prefix_of(own.model)
-    at = prefix if prefix.endswith(".") else ""
-    for problem in found:
-        moved = problem.with_keys(lambda text: text.replace(f"{STUDENT}.", at))
-        problems.append(replace(moved, key=prefix + problem.key.removeprefix(f"{STUDENT}.")))
-    if inner is None or found:
-        return None
-    for key, origin in inner.facts.origins.items():
-        is_set, origin = split_key(key) in own.settings or origin != origins.get(key), origin or own.origin
-        if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
-            origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
-    return inner.policy
+    inherited = {}
+    for problem in known:
+        section, *rest = problem.key.split(".")
+        if section == POLICY and rest and not own.has((TEACHER, *rest)):
+            inherited[".".join((TEACHER, *rest))] = problem.key
+    found = [*part.problems, *part.refused]
+    teacher = None
+    if TEACHER not in part.misplaced:
+        tree = Tree(run.beside | run.settings | part.beside | part.settings, secrets)
+        teacher, wrong = read_teacher(tree, part.settings, part.misplaced, inherited, prefix)
+        found = [*part.problems, *wrong, *part.refused]
+    of_policy = {*inherited.values(), *(prefix + key.removeprefix(f"{TEACHER}.") for key in inherited)}
+    own_problems = [problem for problem in found if problem.key not in of_policy]
+    return None if own_problems else teacher, own_problems
 
 
 def _mapping(value: object) -> dict[str, object]:

@@ -21,7 +21,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from mrl import env
 from mrl.config.errors import NotKnown, Problem, is_required
 from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, split_key, wrong
-from mrl.config.schema.keys import KEYS, SAME_KEYS, SCHEMA, SchemaNode
+from mrl.config.schema.keys import EVERY_KEY, SAME_KEYS, SCHEMA, SchemaNode
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import note_texts
 
@@ -150,7 +151,7 @@ class Tree:
     def references(self, dotted: str) -> AbstractSet[str]:
         """The other keys of the schema that a key's expression refers to."""
         written = self.written(dotted)
-        return set(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else set()
+        return set(REFERENCE.findall(written)) & EVERY_KEY - {dotted} if isinstance(written, str) else set()
 
 
 def read_config(tree: Tree, settings: Settings, misplaced: set[str]) -> tuple[RunConfig | None, list[Problem]]:
@@ -161,23 +162,35 @@ def read_config(tree: Tree, settings: Settings, misplaced: set[str]) -> tuple[Ru
     """
     reader = _Reader(tree, settings)
     reader.read(SCHEMA, "", tree.content)
-    faults = _faults(tree, misplaced | {key.partition("[")[0] for key in reader.problems})
+    faults, problems = reader.faults(misplaced)
     config = None if "algorithm" in faults else _built(SCHEMA, "", reader.values, faults)
     assert config is None or isinstance(config, RunConfig)
-    causes = [
-        problem
-        for key, problem in reader.problems.items()
-        if key not in misplaced and not tree.references(key) & faults.keys()
-    ]
-    # Keys that refer to each other in a circle have no other cause.
-    return config, causes or ([] if misplaced else list(reader.problems.values()))
+    return config, problems
+
+
+def read_teacher(
+    tree: Tree, settings: Settings, misplaced: set[str], inherited: Mapping[str, str], prefix: str
+) -> tuple[PolicyConfig, list[Problem]]:
+    """Section `teacher` of a tree, as `read_config` reads the others.
+
+    `inherited` maps keys whose values are the policy's to the policy's keys: if these are at fault, they have the
+    problem. Problems name the other keys with `prefix`.
+    """
+    reader, section = _Reader(tree, settings, prefix), SCHEMA.children["teacher"]
+    reader.read(section, "teacher.", tree.content["teacher"] or {})
+    faults, problems = reader.faults(misplaced)
+    faults = {key: inherited.get(fault, fault) for key, fault in faults.items()}
+    config = _built(section, "teacher.", reader.values, faults)
+    assert isinstance(config, PolicyConfig)
+    return config, problems
 
 
 class _Reader:
     """Reads the keys of a tree in one pass: values, and problems of those that are not known."""
 
-    def __init__(self, tree: Tree, settings: Settings) -> None:
-        self._tree, self._settings = tree, settings
+    def __init__(self, tree: Tree, settings: Settings, prefix: str = "") -> None:
+        """Problems name keys of a teacher with `prefix`."""
+        self._tree, self._settings, self._prefix = tree, settings, prefix
         self.values: dict[str, object] = {}
         """Value of each key; None for a section that is null."""
         self.problems: dict[str, Problem] = {}
@@ -203,7 +216,7 @@ class _Reader:
                     value = {"true": True, "false": False}.get(value.lower(), value)
                 self.values[dotted] = _adapter(child.hint).validate_python(value)
             except MissingMandatoryValue:
-                self.problems[dotted] = is_required(dotted)
+                self.problems[dotted] = is_required(self._name(dotted))
             except Unresolved as error:
                 self._add("expression", dotted, written, error)
             except ValidationError as error:
@@ -225,15 +238,29 @@ class _Reader:
         setting = self._settings.get(split_key(dotted))
         if setting is None:
             above = self._settings.get(split_key(dotted.partition("[")[0]))
-            setting = Setting(value, above.origin if above else "")
+            setting = Setting(value, above.origin if above else "", self._name(dotted))
         self.problems[dotted] = wrong(id, split_key(dotted), setting, rule)
+
+    def _name(self, dotted: str) -> str:
+        return self._prefix + dotted.removeprefix("teacher.") if self._prefix else dotted
+
+    def faults(self, misplaced: set[str]) -> tuple[dict[str, str], list[Problem]]:
+        """The keys of unknown value with their causes, and the problems of the causes that are not `misplaced`."""
+        found = _faults(self._tree, misplaced | {key.partition("[")[0] for key in self.problems})
+        causes = [
+            problem
+            for key, problem in self.problems.items()
+            if key not in misplaced and not self._tree.references(key) & found.keys()
+        ]
+        # Keys that refer to each other in a circle have no other cause.
+        return found, causes or ([] if misplaced else list(self.problems.values()))
 
 
 def _faults(tree: Tree, wrong: set[str]) -> dict[str, str]:
     """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
     if not wrong:
         return {}
-    references = {key: others for key in KEYS if (others := tree.references(key))}
+    references = {key: others for key in EVERY_KEY if (others := tree.references(key))}
     faults = {key: key for key in sorted(wrong) if not references.get(key, set()) & wrong} or {
         key: key for key in sorted(wrong)
     }

@@ -6,7 +6,7 @@ One backend is active, as in NeMo RL, and keys of the other have no effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from mrl.config.dialect.tables import SAME_VALUE
@@ -122,10 +122,13 @@ Note = tuple[Key, Setting, str]
 
 @dataclass
 class Translation:
-    """Result of the rules for the settings of a config."""
+    """Result of the rules for the settings of a config. Rules name keys of any model as those of `policy`."""
 
     written: Settings
-    value_of: Callable[[str], object]
+    resolve: Callable[[str], object]
+    """The resolved value of a dotted key of `written`."""
+    section: str = "policy"
+    """The model's section to which the rules are applied."""
     settings: Settings = field(default_factory=dict)
     dropped: set[Key] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
@@ -135,55 +138,77 @@ class Translation:
     different: list[Note] = field(default_factory=list)
     """Keys with which NeMo RL does something else, and what mrl does."""
 
+    def name(self, key: str) -> str:
+        """The key of this section for a key of `policy`; any other key unchanged."""
+        return self.section + key.removeprefix("policy") if key.startswith("policy.") else key
+
     def given(self, key: str) -> Setting | None:
         """The setting of a dotted key, if the config has one."""
-        return self.written.get(split_key(key))
+        return self.written.get(split_key(self.name(key)))
+
+    def value_of(self, key: str) -> object:
+        """The resolved value of a dotted key."""
+        return self.resolve(self.name(key))
 
     def set(self, source: str, setting: Setting, target: str, value: object) -> None:
         """Sets `target` because of `source`, without a line of its own."""
-        self.settings[split_key(target)] = Setting(value, f"{setting.origin}, from {source}")
+        self.settings[split_key(self.name(target))] = Setting(value, f"{setting.origin}, from {self.name(source)}")
 
     def put(self, source: str, setting: Setting, target: str, value: object) -> None:
         """Sets `target` because of `source`, and reports it."""
         self.set(source, setting, target, value)
-        self.lines.append(f"{describe(split_key(source), setting)} -> {target}={value}")
+        self.lines.append(f"{describe(split_key(self.name(source)), setting)} -> {self.name(target)}={value}")
 
     def put_same(self, source: str, target: str) -> None:
         """Puts the value of `source`, if that is set, at `target`."""
         if (setting := self.given(source)) is not None:
             value = self.value_of(source)
-            value = as_written(setting, split_key(target)) if value == setting.value else value
             self.put(
                 source, setting, target, as_written(setting, split_key(target)) if value == setting.value else value
             )
 
     def differ(self, source: str, setting: Setting, how: str) -> None:
         """Reports what mrl does in place of what NeMo RL does with `source`."""
-        self.different.append((split_key(source), setting, how))
+        self.different.append((split_key(self.name(source)), setting, how))
 
     def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
         """Reports that `source` cannot be translated."""
-        self.problems.append(wrong("translated", split_key(source), setting, rule, way_out))
+        self.problems.append(wrong("translated", split_key(self.name(source)), setting, rule, way_out))
 
 
-def translate(settings: Settings, value_of: Callable[[str], object]) -> Translation:
-    """Applies the rules to `settings`; `value_of` resolves a dotted key of them."""
+def translate(settings: Settings, value_of: Callable[[str], object], sections: Sequence[str]) -> Translation:
+    """Applies the rules to the models' `sections` of `settings`; `value_of` resolves a dotted key of these."""
     found = Translation(settings, value_of)
-    _choose_backend(found)
-    _old_forms(found)
-    _single_controller(found)
-    _hand_on(found)
+    for found.section in sections:
+        is_run = found.section == "policy"
+        _choose_backend(found)
+        _compiler(found)
+        if is_run:
+            _old_forms(found)
+        _norm(found)
+        if is_run:
+            _single_controller(found)
+            _hand_on(found)
+        _other_names(found)
+    return found
+
+
+def _other_names(found: Translation) -> None:
+    """Puts arguments of vLLM and values for the chat template at the keys that they have here."""
     names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
-        for key in map(".".join, settings):
-            if key.startswith(f"{section}."):
-                names[key] = target + key.removeprefix(section)
+        source = found.name(section)
+        if source != section or found.section == "policy":
+            below = (key for key in map(".".join, found.written) if key.startswith(f"{source}."))
+            names |= {key: target + key.removeprefix(source) for key in below}
     for source, target in names.items():
         setting = found.given(source)
-        if setting is not None and found.given(target) is not None and value_of(target) != value_of(source):
-            found.refuse(source, setting, f"two names of {target}, which is {value_of(target)}", "keep one of them")
+        if setting is not None and found.given(target) is not None:
+            value = found.value_of(target)
+            if value != found.value_of(source):
+                rule = f"two names of {found.name(target)}, which is {value}"
+                found.refuse(source, setting, rule, "keep one of them")
         found.put_same(source, target)
-    return found
 
 
 def _hand_on(found: Translation) -> None:
@@ -227,13 +252,13 @@ def _choose_backend(found: Translation) -> None:
     uses_megatron = megatron is not None and found.value_of(f"{MEGATRON}.enabled") is True
     if uses_megatron or (dtensor is not None and not uses_dtensor):
         if uses_megatron and uses_dtensor and dtensor is not None:
-            rule = f"{MEGATRON}.enabled is true, too, and one backend trains"
+            rule = f"{found.name(MEGATRON)}.enabled is true, too, and one backend trains"
             found.refuse(f"{DTENSOR}.enabled", dtensor, rule, "set one of them to false")
-        sections = (("policy", "dtensor_cfg"), ("policy", "optimizer"), ("policy", "scheduler"))
-        found.dropped = {key for key in found.written if key[:2] in sections}
+        sections = [(found.section, name) for name in ("dtensor_cfg", "optimizer", "scheduler")]
+        found.dropped |= {key for key in found.written if key[:2] in sections}
         return
     if megatron is not None and uses_dtensor:
-        found.dropped = {key for key in found.written if key[:2] == ("policy", "megatron_cfg")}
+        found.dropped |= {key for key in found.written if key[:2] == (found.section, "megatron_cfg")}
     if dtensor is not None:
         found.put(f"{DTENSOR}.enabled", dtensor, f"{MEGATRON}.enabled", True)
         found.differ(
@@ -242,8 +267,8 @@ def _choose_backend(found: Translation) -> None:
     for source, target in SAME_VALUE.items():
         found.put_same(source, target)
     for key, setting in found.written.items():
-        if key[:3] == ("policy", "dtensor_cfg", "env_vars") and setting.value != {}:
-            found.put_same(".".join(key), ".".join(("policy", "megatron_cfg", *key[2:])))
+        if key[:3] == (found.section, "dtensor_cfg", "env_vars") and setting.value != {}:
+            found.put_same(".".join(key), ".".join((found.section, "megatron_cfg", *key[2:])))
     # Megatron trains experts under tensor parallelism only with sequence parallelism, which changes no value: it
     # follows the size.
     size_key = f"{DTENSOR}.tensor_parallel_size"
@@ -285,7 +310,7 @@ def _lora(found: Translation) -> None:
         if unknown := wanted - {part for layer in fused for part in FUSED_LAYERS[layer]}:
             parts = "where q_proj, k_proj, v_proj are one; so are gate_proj, up_proj"
             rule = f"{', '.join(sorted(unknown))}: no whole layer of Megatron, {parts}"
-            found.refuse(source, setting, rule, f"name them together, or set {target} instead")
+            found.refuse(source, setting, rule, f"name them together, or set {found.name(target)} instead")
         else:
             found.put(source, setting, target, fused)
 
@@ -321,12 +346,12 @@ def _optimizer(found: Translation) -> None:
     schedule = [
         setting
         for key, setting in found.written.items()
-        if key[:2] == ("policy", "scheduler") and setting.value is not None
+        if key[:2] == (found.section, "scheduler") and setting.value is not None
     ]
     if not schedule and name is None:
         return
     scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
-    end: object = f"${{{MEGATRON}.optimizer.lr}}"
+    end: object = f"${{{found.name(MEGATRON)}.optimizer.lr}}"
     setting = schedule[0] if schedule else name
     assert setting is not None
     if schedule:
@@ -337,14 +362,14 @@ def _optimizer(found: Translation) -> None:
                 "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR "
                 "or CosineAnnealingLR"
             )
-            found.refuse(SCHEDULER, setting, rule, f"set it to null and write {MEGATRON}.scheduler")
+            found.refuse(SCHEDULER, setting, rule, f"set it to null and write {found.name(MEGATRON)}.scheduler")
             return
         scheduler, end = scheduler | changed, end if last is None else last
     for part, value in scheduler.items():
         found.set(SCHEDULER, setting, f"{MEGATRON}.scheduler.{part}", value)
     found.set(SCHEDULER, setting, f"{MEGATRON}.optimizer.min_lr", end)
     values = ", ".join(f"{part}={value}" for part, value in scheduler.items())
-    found.lines.append(f"{SCHEDULER} ({setting.origin}) -> {MEGATRON}.scheduler: {values}")
+    found.lines.append(f"{found.name(SCHEDULER)} ({setting.origin}) -> {found.name(MEGATRON)}.scheduler: {values}")
 
 
 def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
@@ -357,7 +382,7 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
     parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]
     phases = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts if "name" in part]
     milestones = [part["milestones"] for part in parts if "milestones" in part]
-    lr = found.settings.get(split_key(f"{MEGATRON}.optimizer.lr"))
+    lr = found.settings.get(split_key(found.name(f"{MEGATRON}.optimizer.lr")))
     peak = float(str(lr.value if lr is not None else found.value_of(f"{MEGATRON}.optimizer.lr")))
     scheduler: dict[str, object] = {}
     warmup, end = 0, None
@@ -410,16 +435,19 @@ def _single_controller(found: Translation) -> None:
         found.put_same(RECOMPUTES, f"{ASYNC}.recompute_kv_cache_after_weight_updates")
 
 
-def _old_forms(found: Translation) -> None:
-    """Translates old keys: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
+def _compiler(found: Translation) -> None:
+    """Translates vLLM's former switch of its compiler, which now has a name."""
     inductor, compiler = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
     if inductor is not None:
-        # vLLM's former switch is now the name of a compiler.
         backend = "inductor" if found.value_of(USE_INDUCTOR) else "eager"
         if compiler is not None and compiler.value != backend:
-            rule = f"it means backend={backend}, and {COMPILATION}.backend={compiler.value}"
+            rule = f"it means backend={backend}, and {found.name(COMPILATION)}.backend={compiler.value}"
             found.refuse(USE_INDUCTOR, inductor, rule, "keep one of them")
         found.put(USE_INDUCTOR, inductor, f"{COMPILATION}.backend", backend)
+
+
+def _old_forms(found: Translation) -> None:
+    """Translates old keys of rows of NeMo Gym and of a verifier."""
     gym = found.given(USE_GYM)
     if (
         gym is not None
@@ -438,6 +466,10 @@ def _old_forms(found: Translation) -> None:
         for key, name in {("data", "default", "env_name"): "math", **named}.items():
             if kind in CHOICES and name == "math":
                 found.put(VERIFIER, verifier, ".".join(key), "mcqa")
+
+
+def _norm(found: Translation) -> None:
+    """Translates the optimizer's norm of gradients."""
     # If a file has both, NeMo RL's Megatron reads the optimizer's. A user who names the other on the command line means
     # that.
     clip, norm = found.given(CLIP), found.given(NORM)

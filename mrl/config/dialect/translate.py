@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mrl import env
-from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, Translation, is_gyms, translate
+from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, is_gyms, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.errors import COMMAND_LINE, Problem
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
@@ -188,14 +188,17 @@ def is_translated(key: Key) -> bool:
 
 
 def migrate(
-    settings: Settings, value_of: Callable[[str], object], problems: list[Problem]
+    settings: Settings, value_of: Callable[[str], object], problems: list[Problem], sections: Sequence[str]
 ) -> tuple[Settings, Migration]:
-    """The settings the schema takes, and the report. `value_of` resolves a key of `settings`; adds to `problems`."""
+    """The settings the schema takes, and the report. `value_of` resolves a key of `settings`; adds to `problems`.
+
+    `sections` are those of the models that are read.
+    """
     report = Migration()
     report.renamed += [
         f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as
     ]
-    translation = _translate_all(settings, value_of)
+    translation = translate(settings, value_of, sections)
     report.translated += translation.lines
     problems += translation.problems
     report.without_effect += translation.without_effect
@@ -223,7 +226,7 @@ def migrate(
             value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other
             for other in entry.same or ()
         ]
-        resolved = Setting(value, setting.origin)
+        resolved = replace(setting, value=value)
         if entry.same is None or value in same:
             (report.different if entry.differs(value) else report.without_effect).append((key, setting, entry.reason))
         elif entry.refuses(value):
@@ -232,37 +235,6 @@ def migrate(
             rule, way_out = "no such value", f"known are {entry.known}; {entry.way_out}"
             problems.append(wrong("nemo-rl", key, resolved, rule, way_out))
     return kept | translation.settings, report
-
-
-def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Translation:
-    """Applies the rules to `policy`, and to each section with keys of `policy` as if it was that."""
-    found = translate(settings, value_of)
-    for section in LIKE_POLICY:
-        of_section = {as_policy(key): setting for key, setting in settings.items() if key[0] == section}
-
-        def value_there(dotted: str, section: str = section) -> object:
-            return value_of(_moved(dotted, section))
-
-        inner = translate(of_section, value_there) if of_section else Translation({}, value_there)
-        for key, setting in inner.settings.items():
-            value = (
-                setting.value.replace("${policy.", f"${{{section}.")
-                if isinstance(setting.value, str)
-                else setting.value
-            )
-            found.settings[section, *key[1:]] = Setting(value, _moved(setting.origin, section))
-        found.dropped |= {(section, *key[1:]) for key in inner.dropped}
-        found.different += [((section, *key[1:]), setting, how) for key, setting, how in inner.different]
-        found.lines += [_moved(line, section) for line in inner.lines]
-        found.problems += [
-            problem.with_keys(lambda text, section=section: _moved(text, section)) for problem in inner.problems
-        ]
-    return found
-
-
-def _moved(text: str, section: str) -> str:
-    """Replaces keys of `policy` in a text by those of `section`."""
-    return text.replace("policy.", f"{section}.")
 
 
 def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:

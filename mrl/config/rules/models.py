@@ -153,11 +153,9 @@ def _check_section(config: RunConfig, model: ModelName, said: list[Problem], pro
     if sizes is not None:
         for inner.group, check in (MODEL_RULES | (TRAINED_MODEL_RULES if is_trained else {})).items():
             check(config, sizes, inner)
-    values = {(inner.name(problem.key.replace("policy.", inner.at, 1)), problem.value) for problem in said}
-    sentences = {each.sentence.replace("policy.", inner.at) for problem in said for each in (problem, *problem.also)}
+    told = {(each.id, each.value) for problem in said for each in (problem, *problem.also)}
     for problem in inner.merged:
-        is_told = sentences.issuperset(each.sentence for each in (problem, *problem.also))
-        if problem.key not in config.facts.origins and ((problem.key, problem.value) in values or is_told):
+        if problem.key not in config.facts.origins and (problem.id, problem.value) in told:
             continue
         if not inner.is_of_section(problem):
             problem = replace(problem, rule=f"for the {model}, {problem.rule}")

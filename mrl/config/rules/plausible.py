@@ -125,8 +125,8 @@ def find_doubts(config: RunConfig) -> list[str]:
         doubt_rows(config, problems)
         for model in config.models_beside:
             doubt_rows(config, inner := Problems(config, config.facts.origins, model))
-            said = {(inner.name(doubt.key.replace("policy.", inner.at, 1)), doubt.value) for doubt in problems.merged}
-            problems.extend(doubt for doubt in inner.merged if (doubt.key, doubt.value) not in said)
+            said = {(doubt.id, doubt.value) for doubt in problems.merged}
+            problems.extend(doubt for doubt in inner.merged if (doubt.id, doubt.value) not in said)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from mrl.config.schema.run import RunConfig
 
-LIKE_POLICY = ("value",)
+LIKE_POLICY = ("value", "teacher")
 """Sections of other models, with keys of `policy`: here a shared class takes defaults from the section instead of
 `policy`.
 """
@@ -32,9 +32,7 @@ def fields_of(section: type) -> dict[str, Any]:
 
 
 SAME_KEYS = {"teacher": "policy"}
-"""Sections with the keys of another, whose documentation and rules they share. `mrl.config.load` reads them as that
-other section.
-"""
+"""Sections with the keys of another, whose documentation they share. `mrl.config.teachers` reads them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class SchemaNode:
 def _node(hint: Any, written: Any = None, name: str = "", moves_to: str = "") -> SchemaNode:
     """The node of a type, with a default as it is written; `moves_to` takes the place of `policy` in references."""
     kinds, section = _kinds(hint), section_of(hint)
+    moves_to = name if name in SAME_KEYS else moves_to
     holds = {get_origin(kind): _node(get_args(kind)[-1]) for kind in kinds if get_origin(kind) in (list, dict)}
     children = {}
     for each in dataclasses.fields(section) if section else ():
@@ -95,4 +94,13 @@ def _keys(node: SchemaNode, prefix: str = "") -> dict[str, tuple[str, str]]:
 
 
 KEYS: dict[str, tuple[str, str]] = _keys(SCHEMA)
-"""Every dotted key with its section class and field."""
+"""Every dotted key with its section class and field, without those of `SAME_KEYS`."""
+
+
+def keys_of(section: str) -> frozenset[str]:
+    """The dotted keys of a section of `SAME_KEYS`."""
+    same = f"{SAME_KEYS[section]}."
+    return frozenset(f"{section}.{key.removeprefix(same)}" for key in KEYS if key.startswith(same))
+
+
+EVERY_KEY = frozenset(KEYS).union(*map(keys_of, SAME_KEYS))

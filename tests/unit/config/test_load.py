@@ -8,7 +8,8 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config, packaged_configs, read_settings
-from mrl.config.load import TRL_NAMES, load_config
+from mrl.config.known import TRL_NAMES
+from mrl.config.load import load_config
 from mrl.config.overrides import apply_overrides, quoted
 from mrl.config.schema.keys import KEYS
 from mrl.config.schema.run import RunConfig

@@ -186,7 +186,7 @@ def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
     def said(value: object) -> list[str]:
         problems: list[Problem] = []
         settings = {split_key(key): Setting(value, "a.yaml:1")}
-        migrate(settings, lambda dotted: value if dotted == key else None, problems)
+        migrate(settings, lambda dotted: value if dotted == key else None, problems, ["policy"])
         return list(map(str, problems))
 
     refused = KNOWN[entry.refused] if isinstance(entry.refused, str) else entry.refused
@@ -236,7 +236,7 @@ UNBUILT = [key for key, entry in FOREIGN.items() if entry.reason == "NeMo RL has
 def test_off_values_of_what_only_nemo_rl_has_pass(key: str):
     for value, passes in (("false", True), ("0", True), ("null", True), ("[]", True), ("true", False), ("3", False)):
         settings, problems = {split_key(key): Setting(yaml.safe_load(value), "a.yaml:1")}, list[Problem]()
-        _, migration = migrate(settings, lambda _, value=value: yaml.safe_load(value), problems)
+        _, migration = migrate(settings, lambda _, value=value: yaml.safe_load(value), problems, ["policy"])
         assert (problems == []) == passes == bool(migration.without_effect)
 
 

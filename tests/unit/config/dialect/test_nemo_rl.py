@@ -13,7 +13,8 @@ from mrl import check
 from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.errors import ConfigError, value_at
 from mrl.config.files import packaged_configs
-from mrl.config.load import load_config, nearest_key
+from mrl.config.known import nearest_key
+from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.keys import KEYS
 from tests.sources import ROOT
