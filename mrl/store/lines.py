@@ -41,17 +41,21 @@ class JsonlLogger:
 
 
 def drop_later_steps(path: Path, step: int) -> set[int]:
-    """Drops lines of steps after `step`, which run again, and torn lines. Returns the steps that have a line."""
-    lines = _lines(path)
+    """Drops lines of steps after `step`, which run again, and torn lines. Returns the steps that have a line.
+
+    The next line begins a line of its own, whatever the file ended with.
+    """
+    content = read_or_set_aside(path)
+    lines = _lines(content)
     kept = {number: found for number, (found, _) in enumerate(lines) if found is not None and found <= step}
-    if len(kept) < len(lines):
+    if len(kept) < len(lines) or (content and not content.endswith(b"\n")):
         write_atomic(path, "".join(lines[number][1] + "\n" for number in kept))
     return set(kept.values())
 
 
 def last_step_in(path: Path) -> int:
     """The last step with a whole line; -1 if there is none."""
-    return max((step for step, _ in _lines(path) if step is not None), default=-1)
+    return max((step for step, _ in _lines(read_or_set_aside(path)) if step is not None), default=-1)
 
 
 def read_or_set_aside(path: Path) -> bytes:
@@ -68,7 +72,7 @@ def read_or_set_aside(path: Path) -> bytes:
         return b""
 
 
-def _lines(path: Path) -> list[tuple[int | None, str]]:
-    """Step and text of each line; None: it is torn, or no line of ours."""
-    lines = read_or_set_aside(path).decode("ascii", errors="replace").splitlines()
+def _lines(content: bytes) -> list[tuple[int | None, str]]:
+    """Step and text of each line of a file; None: it is torn, or no line of ours."""
+    lines = content.decode("ascii", errors="replace").splitlines()
     return [(row["step"] if (row := parse_row(line)) is not None else None, line) for line in lines]

@@ -258,8 +258,8 @@ class RunFolder:
         if checkpoint is not None and checkpoint.step not in logged:  # killed between the checkpoint and its line
             self._metrics.log(checkpoint.state().metrics, checkpoint.step)
         if lost := sorted(set(range(1, last_step)) - logged):
-            steps = f"{lost[0]} to {lost[-1]}"
-            logger.warning("%s has no lines of %d steps, %s: they are lost", self.path / METRICS, len(lost), steps)
+            steps = f"{len(lost)} steps, {lost[0]} to {lost[-1]}" if len(lost) > 1 else f"step {lost[0]}"
+            logger.warning("%s has no lines of %s: they are lost", self.path / METRICS, steps)
 
     def _keep_earlier(self) -> None:
         """Copies the metrics and samples of steps that the run makes again from its start into the log folder."""

@@ -161,6 +161,22 @@ def test_steps_that_lost_their_lines_are_said(tmp_path: Path, caplog: pytest.Log
             pass
 
 
+def test_a_last_line_without_its_end_costs_no_line_of_the_next_attempt(tmp_path: Path):
+    """Power lost, or an editor, took the last byte alone: the line is whole."""
+    (tmp_path / "model").mkdir()
+    for attempt in (0, 1, 2):
+        now = start(tmp_path)
+        now.saver.load(now.newest, last_step=99)
+        for step in range(4 * attempt + 1, 4 * attempt + 5):
+            train(now, step)
+        with now.folder:
+            pass
+        for name in (METRICS, SAMPLES):
+            path = tmp_path / "run" / name
+            assert steps_in(path) == list(range(1, 4 * attempt + 5))
+            os.truncate(path, path.stat().st_size - 1)
+
+
 MESS = b"[" * 100_000 + b"\n" + b'{"step": 1, "trai\n'
 MESS += (
     b'\n[1,2]\nnull\n{"step":"a"}\n{"step":1e400}\n{"step":-3}\n{"step":true}\n{"step":2.5}\n{"step":NaN}\n{"step":1'
