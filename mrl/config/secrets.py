@@ -86,7 +86,8 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"((?:^|\s)--[\w-]{0,40}(?:password|passwd|passphrase|token|secret|api-?key)\s|\blogin\s\S{1,80}\spassword\s|"
-            r"\bsshpass\s-p\s?|\bcurl\s(?:-\S{1,40}\s){0,9}(?:-u|--user)\s|(?<![a-z])api_?key\s(?=\S*\d))"
+            r"\bsshpass\s-p\s?|\b(?:docker\slogin|redis-cli|mysql\w{0,9})\s(?:\S{1,60}\s){0,9}?-[pa]\s?|"
+            r"\b(?:password|passwd|passphrase)(?::\s|\sis\s(?=\S*\d))|\bcurl\s(?:-\S{1,40}\s){0,9}(?:-u|--user)\s|(?<![a-z])api_?key\s(?=\S*\d))"
             r"(?!-|[\d.]+(?:\s|$))\S{5,}",
             re.IGNORECASE,
         ),
@@ -118,7 +119,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
             r"(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{10,}|"
             r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|[rs]k_(?:live|test|prod)_\w{16,}|dckr_[po]at_[\w-]{20,}|"
             r"SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|ATATT3\S{20,}|do[oprs]_v1_[a-f0-9]{32,}|"
-            r"dapi[a-f0-9]{32}|AGE-SECRET-KEY-1\w{20,}|\d{8,10}:AA[\w-]{30,}|sq0[a-z]{3}-[\w-]{20,}|(?:AC|SK)[a-f\d]{32}\b|"
+            r"dapi[a-f0-9]{32}|AGE-SECRET-KEY-1\w{20,}|\d{8,10}:AA[\w-]{30,}|secret_(?=\S*\d)(?=\S*[A-Z])[\w.-]{24,}|sq0[a-z]{3}-[\w-]{20,}|(?:AC|SK)[a-f\d]{32}\b|"
             r"[a-f\d]{32}-us\d{1,2}\b|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,})"
         ),
         REDACTED,

@@ -14,7 +14,20 @@ from typing import NamedTuple
 RULES = Path(__file__).with_name("secret_rules.json")
 """Made by scripts/secret_rules.py, which names the source."""
 
-_WORDS = ("key", "token", "secret", "password", "credential", "auth", "wandb", "swanlab", "mlflow", "comet", "neptune")
+_WORDS = (
+    "key",
+    "token",
+    "secret",
+    "password",
+    "credential",
+    "auth",
+    "login",
+    "wandb",
+    "swanlab",
+    "mlflow",
+    "comet",
+    "neptune",
+)
 """Words before a token, besides gitleaks' names of services: `wandb: key 0123...`."""
 
 _UUID = re.compile(r"[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}", re.IGNORECASE)
@@ -82,7 +95,10 @@ def _rules() -> _Rules:
             tokens.setdefault(keyword, []).append((pattern, min_bits))
     words, services = ("|".join(map(re.escape, names)) for names in (_WORDS, found["names"]))
     # A blank alone stands between a name and its token only where nothing else does.
-    between = r"(?:s?['\"]?\s(?:is\s)?|[ \t\w.-]{0,20}[\s'\"]{0,3}(?:=>|:{0,3}=|\|\||\?=|[>:,]))[\x60'\"\s=]{0,5}"
+    between = (
+        r"(?:s?['\"]?\s(?:is\s|-{1,2}[\w-]{1,20}\s)?|[ \t\w.-]{0,20}[\s'\"]{0,3}(?:=>|:{0,3}=|\|\||\?=|[>:,]))"
+        r"[\x60'\"\s=]{0,5}"
+    )
     named = re.compile(
         rf"(?:{words}|(?P<service>{services})){between}(?!\w+://)(?P<token>[\w.+/=~%:-]{{14,}})", re.IGNORECASE
     )

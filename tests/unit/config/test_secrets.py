@@ -130,6 +130,7 @@ def test_urls(text: str, expected: str):
         "eos_token: </s>, signature=None, 12:30@host",
         "hf_tokenizer_of_the_model sk-learn-contrib",
         "test_Qwen3MoeForCausalLM layer_0123456789abcdef0123456789abcdef mrl_NemotronHForCausalLMWithExperts",
+        "the password is missing; docker login needs -p, redis-cli -a; a password: none secret_of_layer_0123456789012",
         "--max-token 1024 --token -x the api key is missing; https://x.org/docs/webhooks",
     ],
 )
@@ -156,6 +157,12 @@ def test_texts_without_secrets_stay(text: str):
         "job --db-password canary5 --steps 100",
         "curl -s -u me:canary https://x",
         "sshpass -p canary ssh host",
+        "docker login nvcr.io -u me -p canary5",
+        "redis-cli -h db -a canary5 ping",
+        "mysql -uroot -pcanary5 db",
+        "the password is canary5",
+        "passphrase: canary5",
+        "secret_mycloud_Ab3dEfGhIjKlMcanary4rStUv.1234567",
         "machine github.com login me password canary",
         "PGPASSWORD=canary psql",
         "https://api.telegram.org/bot123456789:AAcanary/getMe",
@@ -231,6 +238,8 @@ SECRETIVE = [
     "+policy.generation.vllm_kwargs.hf_token=canary-6",
     "+policy.megatron_cfg.env_vars={MY_SECRET: canary-7, HUB: 'https://me:canary-8@hub'}",
     "+policy.generation.vllm_cfg.env_vars.AWS_ACCESS_KEY_ID=canary-9",
+    "+policy.generation.vllm_cfg.env_vars.UCX_CERT=canary-11",
+    "+policy.megatron_cfg.env_vars.GLOO_PIN=canary-12",
 ]
 
 

@@ -23,6 +23,8 @@ MIXED = "Ab3dEfGh1jKlMn0pQrS7uVwXyZ" * 4
         ("{} (1Password)", "A3-AB12CD-EF34GH-IJ56K-LM78N-OP90Q-RS12T"),
         # Tokens without a mark, behind the name of a service or a word.
         ("wandb: key {}", HEX[:40]),
+        ("wandb login {}", HEX[:40]),
+        ("swanlab login -k {}", MIXED[:22]),
         ("the key is {}, says the server", HEX[:40]),
         ("DATADOG={}", HEX[:40]),
         ("heroku: {}", "01234567-89ab-cdef-0123-456789abcdef"),
