@@ -23,6 +23,11 @@ Kind = Literal["column", "row", "whole"]
 LINEAR: Mapping[str, Kind] = {
     "linear_qkv": "column",
     "linear_proj": "row",
+    "linear_q_proj": "column",
+    "linear_q_down_proj": "whole",
+    "linear_q_up_proj": "column",
+    "linear_kv_down_proj": "whole",
+    "linear_kv_up_proj": "column",
     "linear_fc1": "column",
     "linear_fc2": "row",
     "in_proj": "column",

@@ -240,6 +240,17 @@ class Gated(Cut):
 
 
 @dataclass(frozen=True)
+class Stacked(Cut):
+    """Two tensors, one below the other, which every rank or worker holds whole."""
+
+    first: Canonical
+    second: Canonical
+
+    def megatron(self, shard: AxisRank) -> Cutout:
+        return _rows(*((tensor, 0, tensor.shape[0]) for tensor in self.tensors))
+
+
+@dataclass(frozen=True)
 class Experts:
     """A linear layer of all experts. A Megatron rank keeps a tensor per own expert; checkpoint and vLLM stack them."""
 

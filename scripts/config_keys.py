@@ -21,7 +21,7 @@ from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS as MODEL
 
 DATA = Path(__file__).resolve().parents[1] / "conversion" / "families" / "config_keys.json"
 CLASSES = {
-    "deepseek_v3": None,  # converted only
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -112,9 +112,10 @@ TINY: Mapping[str, Mapping[str, object]] = {
     | dict(
         num_key_value_heads=4,
         q_lora_rank=48,
-        kv_lora_rank=32,
+        # vLLM's kernel for CPUs knows these two alone, which are those of all published models.
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
         v_head_dim=32,
         n_routed_experts=8,
         # Megatron rates a group by its best topk / topk_group experts, transformers by its best two.
@@ -125,6 +126,8 @@ TINY: Mapping[str, Mapping[str, object]] = {
         topk_group=2,
         first_k_dense_replace=1,
         routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
         num_nextn_predict_layers=0,
     ),
 }

@@ -153,10 +153,11 @@ class Rule:
     megatron: str
     """Name under Transformer Engine's specs; also the key in checkpoints, unless `checkpoint` names another."""
     vllm: str = ""
+    """Empty where vLLM holds the tensor in that of another rule."""
+    vllm_cut: Cut | None = None
+    """Cut of vLLM's tensor, where it holds more than Megatron's."""
     local: str | None = None
     """Name under the local specs, where it differs."""
-    local_cut: Cut | None = None
-    """Cut under the local specs, where it differs."""
     checkpoint: str | None = None
     dtype: str | None = None
     """Dtype of the trainer's tensor; None for the model's."""
@@ -230,6 +231,8 @@ class Family:
     or not.
     """
     can_train: bool = True
+    stated: tuple[tuple[str, object], ...] = ()
+    """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
 
@@ -338,9 +341,7 @@ def _megatron_layout(
     placement = AxisRank(parallel.ep, coords.ep, "expert_model_parallel_size")
     layout: Layout = {}
     for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
-        local_name, cut = rule.megatron, rule.cut
-        if flavour == "local":
-            local_name, cut = rule.local or local_name, rule.local_cut or cut
+        cut, local_name = rule.cut, rule.local if flavour == "local" and rule.local else rule.megatron
         name = _name("decoder.layers.{layer}.", layer, local_name)
         if isinstance(cut, Experts):
             for index, cutout in enumerate(cut.megatron(placement, experts)):
@@ -379,8 +380,10 @@ def _vllm_layout(
             "ngram"
         )
     for layer, rule in model.engine_stage(parallel, stage, has_ends=family.has_ends_everywhere):
-        shard = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense
-        cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(shard)
+        shard, cut = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense, rule.vllm_cut or rule.cut
+        if not rule.vllm:
+            continue
+        cutout = cut.vllm(placement, experts) if isinstance(cut, Experts) else cut.vllm(shard)
         name = _name(family.vllm_layers, layer, rule.vllm)
         layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))
     return layout

@@ -63,6 +63,8 @@ class Moe:
     shared: int = 0
     """Width of the MLP that every token passes, all its shared experts together; 0 for none."""
     shared_name: str = "shared_experts"
+    is_shared_whole_in_groups: bool = False
+    """See `Rule.is_whole_in_groups`."""
     has_shared_gate: bool = False
     """True if each token weighs what it gets from the shared experts."""
 
@@ -326,18 +328,22 @@ def mlp(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
     )
 
 
-def gated_mlp(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
+def gated_mlp(
+    hf: str, hidden: int, width: int, megatron: str, vllm: str, *, is_whole_in_groups: bool = False
+) -> tuple[Rule, ...]:
     """Both linear layers of a gated MLP; prefixes for each holder."""
     return (
         Rule(
             _gated(hf, ("gate_proj", "up_proj"), width, hidden),
             megatron + "linear_fc1.weight",
             vllm + "gate_up_proj.weight",
+            is_whole_in_groups=is_whole_in_groups,
         ),
         Rule(
             RowParallel(Canonical(hf + "down_proj.weight", (hidden, width))),
             megatron + "linear_fc2.weight",
             vllm + "down_proj.weight",
+            is_whole_in_groups=is_whole_in_groups,
         ),
     )
 
@@ -367,8 +373,15 @@ def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
             )
         )
     if moe.shared:
-        shared = moe.shared_name + "."
-        rules += gated_mlp(block + shared, hidden, moe.shared, "mlp.shared_experts.", moe.block + shared)
+        shared, is_whole = moe.shared_name + ".", moe.is_shared_whole_in_groups
+        rules += gated_mlp(
+            block + shared,
+            hidden,
+            moe.shared,
+            "mlp.shared_experts.",
+            moe.block + shared,
+            is_whole_in_groups=is_whole,
+        )
     if moe.has_shared_gate:
         gate = f"{moe.shared_name}_gate.weight"
         rules.append(Rule(_replicated(block + gate, 1, hidden), "mlp.shared_experts.gate_weight", moe.block + gate))

@@ -230,12 +230,14 @@ def _transformer_engine() -> dict[str, object]:
         return local_positions(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
 
     random, moe, mamba = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe", "megatron.core.ssm"
+    latent_attention = "megatron.core.transformer.multi_latent_attention"
     return {
         # Recomputation asks for its fp8 state.
         f"{random}.FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False),
         f"{random}.activation_recompute_forward": lambda **_: contextlib.nullcontext(),
         f"{random}.fp8_autocast": lambda **_: contextlib.nullcontext(),
-        # Latent experts ask for its linear layer, in a mode that any linear layer has.
+        # Latent attention and latent experts ask for its linear layer, in a mode that any linear layer has.
+        f"{latent_attention}.TELinear": DuplicatedLinear,
         f"{moe}.moe_layer.HAVE_TE": True,
         f"{moe}.moe_layer.TELinear": DuplicatedLinear,
         # 0.16.1 tests this name without defining it.

@@ -37,7 +37,8 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     activation, is_gated = from_model["activation_func"], bool(from_model.get("gated_linear_unit"))
     wanted = {
         "moe_permute_fusion": config.moe_permute_fusion and from_model.get("num_moe_experts") is not None,
-        "apply_rope_fusion": config.apply_rope_fusion,
+        # Latent attention has kernels of its own, for YaRN alone.
+        "apply_rope_fusion": config.apply_rope_fusion and not from_model.get("multi_latent_attention"),
         # Megatron fuses bias and activation of gated SiLU, and has a kernel of its own for the experts of Nemotron
         # models.
         "bias_activation_fusion": config.bias_activation_fusion and activation == "silu" and is_gated,

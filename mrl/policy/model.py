@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from conversion.boxes import Layout, Slot
@@ -175,7 +175,8 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.activation_checkpointing:
         arguments |= dict(recompute_granularity="selective", recompute_modules=megatron.recompute_modules)
-    return TransformerConfig(
+    of_model = MLATransformerConfig if from_model.get("multi_latent_attention") else TransformerConfig
+    return of_model(
         **arguments,
         **megatron.model_overrides,
         params_dtype=dtype,

@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mrl.kernels import are_used
 from mrl.policy import versions
@@ -82,7 +83,19 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
         parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
         attention = parts.self_attention.submodules
         attention.core_attention = PackedCoreAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            # Whole on every tp rank, as Transformer Engine's. Of Megatron's own, which are cut, each rank would get the
+            # gradient of the keys' rotary part from its own heads alone.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+            attention.kv_layernorm = TorchNorm
+            if config.q_lora_rank is not None:
+                attention.q_layernorm = TorchNorm
+            parts.sharded_state_dict_keys_map = {
+                "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+                "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            }
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchNorm
         if isinstance(versions.submodules_of(parts.mlp), MoESubmodules):
             # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks: only dense layers
@@ -108,7 +121,7 @@ ColumnLinear = TEColumnParallelLinear if HAVE_TE else ColumnParallelLinear
 
 
 class DuplicatedLinear(MegatronModule):
-    """Projections of latent experts: Transformer Engine's linear layer in mode "duplicated", whole on every tp rank."""
+    """Latent projections: Transformer Engine's linear layer in mode "duplicated", whole on every tp rank."""
 
     def __init__(
         self,
@@ -119,10 +132,12 @@ class DuplicatedLinear(MegatronModule):
         init_method: Callable[[Tensor], object],
         parallel_mode: str,
         name: str | None = None,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: ProcessGroup | None = None,
         **features: bool,
     ) -> None:
         super().__init__(config)
-        assert parallel_mode == "duplicated" and not any(features.values()), features
+        assert parallel_mode == "duplicated" and tp_group is None and not any(features.values()), features
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         init_method(self.weight)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)

@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -83,6 +84,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _pad_rows(x: Tensor) -> Tensor:
     missing = -x.shape[0] % ROW_MULTIPLE
     return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _rotate(original: Callable[..., object]) -> Callable[..., object]:
+    def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, *key: Tensor | None) -> object:
+        rotate = RotaryEmbedding.forward_native if query.ndim == 3 else original
+        return rotate(self, positions, query, *key)
+
+    return forward_cpu
+
+
+def _batched(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def bmm(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        product = original(F.pad(x, (0, 0, 0, -x.shape[1] % ROW_MULTIPLE)), weight)[:, : x.shape[1]]
+        return product if out is None else out.copy_(product)
+
+    return bmm
 
 
 def _dispatch_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -332,6 +349,27 @@ PATCHES = (
         lambda _: _dispatch_linear,
     ),
     EnginePatch(
+        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu",
+        "the same function; in plain torch where heads have a dimension of their own",
+        "vLLM's kernel then rotates the first head alone, so latent attention without YaRN computes something else",
+        "the kernel for CPUs counts heads as the one for GPUs does",
+        _rotate,
+    ),
+    EnginePatch(
+        "torch.bmm",
+        "the same function, in rows of 16",
+        "latent attention decodes with it, and few rows get other bits than many",
+        "rows do not depend on their number",
+        _batched,
+    ),
+    EnginePatch(
+        "torch.cpu._is_amx_tile_supported",
+        "False, on every host",
+        "with AMX, latent attention packs `kv_b_proj` and empties the parameter, so a refit cannot write",
+        "vLLM can leave weights unpacked on CPUs",
+        lambda _: lambda: False,
+    ),
+    EnginePatch(
         "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
         "the same check without its refusal of non-gated experts",
         "refuses non-gated experts (relu^2) on CPU",
@@ -375,10 +413,7 @@ PATCHES = (
     ),
     EnginePatch(
         "vllm.v1.worker.gpu_input_batch.InputBatch.add_request",
-        (
-            "the same function, for which a request's prompt is all that it has when it comes, and which knows the "
-            "states that it comes with"
-        ),
+        "the same function; a request's prompt is all that it has when it comes, and its states come with it",
         "the last tokens of a request that is computed anew pass for proposals, and it goes on from the state of "
         "the first of them; one that a full step left out goes on from a state before its accepted tokens",
         (
@@ -428,10 +463,7 @@ PATCHES = (
     EnginePatch(
         "vllm.triton_utils.dispatcher.vars",
         "the builtin function, which finds nothing in objects that only seem to have attributes",
-        (
-            "numba's library, which the n-gram proposer loads, has such objects, over which the next engine of the "
-            "process stumbles"
-        ),
+        "numba's library, which the n-gram proposer loads, has such objects; the next engine fails at them",
         "vLLM's search for kernels passes over them",
         lambda original: lambda value: found if isinstance(found := original(value), Mapping) else {},
     ),

@@ -239,9 +239,9 @@ def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray
 def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[Slot, Tensor]:
     """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
-    A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba
-    mixer) follow it. Of a drafter, the embedding and the output layer that vLLM lets it share with the model count as
-    the model's.
+    A tied parameter counts under its first name. Views of a parameter (`conv_weights` of a Mamba mixer, both halves of
+    `kv_b_proj` for latent attention) follow it. Of a drafter, the embedding and the output layer that vLLM lets it
+    share with the model count as the model's.
     """
     tensors = _named_tensors(model)
     if drafter is not None:
@@ -256,10 +256,20 @@ def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[S
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    return tensors | {
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    whole = {_storage(tensor) for tensor in parameters.values() if _is_whole(tensor)}
+    tensors = parameters.items()
+    return {name: tensor for name, tensor in tensors if _is_whole(tensor) or _storage(tensor) not in whole} | {
         name: buffer for name, buffer in model.named_buffers() if name in persistent and not _is_constant(name)
     }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _is_constant(name: str) -> bool:

@@ -6,17 +6,15 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
 
 from conversion.boxes import ALIGNMENT, DTYPE_BYTES, Layout, Slot, SlotLayout, volume
-from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from conversion.schedule import CHECKSUM_BYTES, Delivery, Pull, Schedule
-from tests.proof.models import RandomCase, random_case
+from tests.proof.models import random_case
 from tests.unit.conversion.dense import PADDING, UNWRITTEN, index_arrays, part
 
 Arrays = dict[Slot, np.ndarray]
@@ -29,7 +27,7 @@ class Case:
     """A random model, and random layouts of trainer and engines, on the same GPUs or on GPUs of their own."""
 
     def __init__(self, choose: random.Random) -> None:
-        self.drawn = case = random_trainer(choose)
+        self.drawn = case = random_case(choose)
         self.family = found = family(case.hf_config)
         coords = [case.parallel.coords_of(rank, case.world_size) for rank in range(case.world_size)]
         by_coords = {
@@ -37,8 +35,8 @@ class Case:
             for key in set(coords)
         }
         self.sources = {rank: by_coords[key] for rank, key in enumerate(coords)}
-        # A checkpoint is a layout like any other; it takes the place of an engine where vLLM does not hold the model.
-        self.to_checkpoint = found.vllm_layers is None or choose.random() < 0.1
+        # A checkpoint is a layout like any other.
+        self.to_checkpoint = choose.random() < 0.1
         if self.to_checkpoint:
             workers = [found.torch_dist_layout(case.hf_config, "bfloat16")]
         else:
@@ -91,47 +89,6 @@ class Case:
             f"{self.drawn} to {kind} on GPUs {list(self.gpu_of.values())}, nodes {self.node_of}, buffer "
             f"{self.buffer_bytes}"
         )
-
-
-def random_trainer(choose: random.Random) -> RandomCase:
-    """Any family, with those that are only converted."""
-    case = random_case(choose)
-    if choose.random() > 1 / 7:
-        return case
-    num_layers = case.parallel.pp * choose.randint(1, 2)
-    experts = choose.choice([4, 8])
-    hf_config: dict[str, object] = dict(
-        model_type="deepseek_v3",
-        num_hidden_layers=num_layers,
-        vocab_size=choose.choice([5, 64, 130]),
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        q_lora_rank=choose.choice([None, 4]),
-        kv_lora_rank=4,
-        qk_nope_head_dim=2,
-        qk_rope_head_dim=4,
-        v_head_dim=2,
-        n_routed_experts=experts,
-        num_experts_per_tok=4,
-        moe_intermediate_size=4,
-        n_shared_experts=choose.choice([1, 2]),
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=choose.randint(0, num_layers),
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=0,
-        norm_topk_prob=True,
-    )
-    parallel = replace(
-        case.parallel, vpp=1, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
-    )
-    return replace(case, hf_config=hf_config, parallel=parallel, engine=VllmParallel())
 
 
 def build(content: SlotLayout, canonical: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -147,7 +147,28 @@ def _glm4_moe(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
+def _deepseek_v3(choose: random.Random, num_layers: int) -> dict[str, object]:
+    return _glm4_moe(choose, num_layers) | dict(
+        attention_bias=False,
+        num_key_value_heads=4,
+        num_attention_heads=4,
+        head_dim=4,
+        q_lora_rank=choose.choice([None, 4]),
+        kv_lora_rank=4,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=4,
+        v_head_dim=2,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,
+    )
+
+
 MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
+    "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "llama": _decoder,
     "mixtral": _mixtral,

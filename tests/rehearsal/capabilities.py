@@ -51,6 +51,7 @@ TINY = (
     "qwen3_moe, a dense layer",
     "llama",
     "mixtral",
+    "deepseek_v3",
     "glm4_moe",
     "qwen2_moe",
 )

@@ -25,6 +25,7 @@ from tests.parity import Parity, hf_scores
 from tests.rehearsal.gpu_host import Rank, as_rank
 
 CASES: dict[str, dict[str, object]] = {
+    "deepseek_v3": {},
     "glm4_moe": {},
     "llama": {},
     "mixtral": {},

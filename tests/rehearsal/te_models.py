@@ -22,6 +22,8 @@ from tests.sources import ROOT
 PUBLISHED = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
 """A model of scripts/bench/models for each packaged config: at its full size, in its own layout."""
 TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, queries of full rank": ("deepseek_v3", dict(q_lora_rank=None)),
     "glm4_moe": ("glm4_moe", {}),
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {}),
@@ -43,7 +45,7 @@ BF16 = (
     "policy.megatron_cfg.optimizer.bf16=true",
     "policy.megatron_cfg.optimizer.params_dtype=bfloat16",
 )
-WITH_EXPERTS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_layout,
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
     "recomputing": training.check_recomputing,
+    "latent attention": training.check_latent_attention,
     "routing": training.check_routing,
     "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from conversion.families.registry import family
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, stored_tensors
 from conversion.files.hf_weights import has_output_alone
@@ -96,6 +97,11 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
         if not is_known and (not isinstance(names, list) or not any(str(name).endswith(_CLASSES) for name in names)):
             rule = f"config.json: architectures={names!r} names no language model, and vLLM takes its class from there"
             problems.tell("policy.model_name", folder, rule, "name the one that ends with ForCausalLM")
+        for key, value in family(hf_config).stated:
+            if hf_config.get(key) != value:
+                rule = f"config.json has no {key}, and vLLM's default is not {value!r}, as transformers computes"
+                way_out = f"set policy.hf_config_overrides.{key}={value}"
+                problems.tell("policy.model_name", folder, rule, way_out)
         if has_output_alone(stored_tensors(folder), hf_config):
             rule = f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read"
             way_out = (

@@ -16,8 +16,8 @@ from mrl.config.schema.run import RunConfig
 
 _MEGATRON = "policy.megatron_cfg"
 
-RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""Layers that megatron-core 0.16.1 can recompute, less mla_up_proj: no model that mrl trains has latent attention."""
+RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+"""Layers that megatron-core 0.16.1 can recompute."""
 
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
@@ -27,6 +27,13 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
     if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
         rule = f"{at}sequence_packing.enabled=true fills the same rows in another way"
         problems.add(f"{at}dynamic_batching.enabled", rule, "set one of them to false")
+
+
+def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Checks that latent attention gets no trees of prefixes."""
+    if model.mla and config.policy.share_prefixes:
+        rule = "the model has latent attention, which computes no trees of prefixes"
+        problems.add("policy.share_prefixes", rule, "set it to false")
 
 
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
@@ -153,6 +160,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
             f"set it to null for the default, or {at}megatron_cfg.activation_checkpointing=false",
         )
     absent = {
+        "mla_up_proj": "" if model.mla else "latent attention",
         "mlp": "" if model.ffn else "dense MLP layers",
         "moe": "" if model.experts else "experts",
         "moe_act": "" if model.experts else "experts",

@@ -33,7 +33,7 @@ from tests.stack.policy.layouts import (
 from tests.stack.ranks import RankPool
 
 DENSE = ("qwen2", "qwen3", "llama")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "deepseek_v3")
 # Of the weights, not of the tokens. The last one is trained for some steps.
 SEEDS = (0, 1)
 PARITY_ROWS = [sequences(700, 2, 32, 260, 6), sequences(*range(20, 60))]
@@ -80,6 +80,24 @@ CASES = [pytest.param(*case, marks=[] if case in IN_CI else LONG) for case in (*
 VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
     "dense and expert layers": ("qwen3_moe", dict(mlp_only_layers=[0, 2]), 4, TP2_SP | PP2 | EP2),
     "weights of experts do not sum to one": ("qwen3_moe", dict(norm_topk_prob=False), 2, TP2_SP | EP2),
+    "latent attention in long contexts": (
+        "deepseek_v3",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1e4,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                mscale=0.7,
+                mscale_all_dim=1.0,
+            )
+        ),
+        4,
+        TP2_SP | CP2 | EP2,
+    ),
+    "latent attention with queries of full rank": ("deepseek_v3", dict(q_lora_rank=None), 4, TP2_SP | PP2 | EP2),
     "one key head for two ranks": ("qwen3", dict(num_key_value_heads=1), 2, TP2_SP),
     "one key head with bias": ("qwen2", dict(num_key_value_heads=1), 2, TP2),
     "uneven stages, tied embeddings": (

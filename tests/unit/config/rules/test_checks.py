@@ -114,7 +114,7 @@ def test_unsupported_values_are_refused(workplace: Path, key: str):
     "change",
     [
         {"model_type": "gpt2"},
-        {"model_type": "deepseek_v3"},
+        {"model_type": "deepseek_v2"},
         {"n_groups": 0},
         {"layer_norm_epsilon": 1e-6},
         {"hidden_size": "64"},
