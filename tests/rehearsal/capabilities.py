@@ -86,6 +86,8 @@ def become_cuda() -> Callable[[str], None]:
     from vllm.model_executor.layers.fused_moe.runner import shared_experts
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     from vllm.platforms.cuda import CudaPlatformBase
@@ -100,6 +102,14 @@ def become_cuda() -> Callable[[str], None]:
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
             return f"a GPU of capability {cls.capability.as_version_str()}"
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+        @classmethod
+        def get_mla_prefill_backend_cls(cls, mla_selector_config: object) -> type[MLAPrefillBackend]:
+            return MLAPrefillBackendEnum.CPU.get_class()
 
     def set_capability(capability: str) -> None:
         Pretended.capability = DeviceCapability(*map(int, capability.split(".")))
