@@ -51,7 +51,7 @@ MRL_COMPILED = Variable(
 MRL_ENDPOINTS = Variable(
     "MRL_ENDPOINTS",
     (
-        "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see "
+        "File with the addresses and the key of the engines over HTTP, set by mrl for reward functions: see "
         "docs/http.md."
     ),
 )

@@ -148,7 +148,7 @@ mrl/loop/queue.py: next_version=state.weight_version + 1) >>> next_version=state
 a turn is trained in one sequence | unit/rollout/test_turn_tree.py::test_a_retry_shares_its_beginning_and_trains_it_once
 mrl/rollout/turn_tree.py: taken.update(mine) >>> pass
 what a grammar forced is not trained | unit/rollout/test_gateway.py::test_what_a_grammar_forced_is_not_trained
-mrl/rollout/agent_session.py: FORCED if record["is_forced"] else "" >>> ""
+mrl/rollout/turn_tree.py: NO_ROUTES if has_gap else answer.untrained >>> NO_ROUTES if has_gap else ""
 turns have seeds of their own | unit/rollout/test_gateway.py::test_what_a_session_may_not_choose_is_overridden_and_counted
 mrl/rollout/agent_session.py: hashed_seed(f"{self.seed}/{self.num_asked}") >>> self.seed
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from pathlib import Path
@@ -64,7 +64,7 @@ class RequestBook(Generic[Q, A]):
         self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
         self._call, self._on_death, self._news = call, on_death, news
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
-        self._new: list[tuple[str, Q, asyncio.Future[A]]] = []
+        self._new: list[tuple[str, Q, asyncio.Future[A], Sequence[int]]] = []
         self._is_held = False
 
     @property
@@ -92,12 +92,12 @@ class RequestBook(Generic[Q, A]):
         )
         return f"{self.num_unfinished} rollouts ({first} and others)"
 
-    async def ask(self, request_id: str, request: Q) -> A:
-        """The answer to a request."""
+    async def ask(self, request_id: str, request: Q, among: Sequence[int] = ()) -> A:
+        """The answer to a request, of any actor, or of one `among` these."""
         loop = asyncio.get_running_loop()
         if not self._new:  # all that is asked now is dealt out together
             loop.call_soon(self._deal)
-        self._new.append((request_id, request, answer := loop.create_future()))
+        self._new.append((request_id, request, answer := loop.create_future(), among))
         return await answer
 
     def begin(self, index: int) -> None:
@@ -132,9 +132,12 @@ class RequestBook(Generic[Q, A]):
         loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
         heapify(loads)
         new, self._new = self._new, []
-        for request_id, request, answer in new:
-            load, index = loads[0]
-            heapreplace(loads, (load + 1, index))
+        for request_id, request, answer, among in new:
+            if among:
+                index = min(among, key=lambda one: (len(self._actors[one].owed), one))
+            else:
+                load, index = loads[0]
+                heapreplace(loads, (load + 1, index))
             self._actors[index].owed[request_id] = request, answer
             self._actors[index].unsent.append(request)
         self._wake()

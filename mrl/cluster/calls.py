@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Generic, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import (
@@ -85,8 +85,16 @@ def put(value: T) -> ray.ObjectRef[T]:
 
 
 def start_actor(actor_class: Callable[[*Ts], A], options: Mapping[str, object], *arguments: *Ts) -> ActorHandle[A]:
-    """Starts an actor with these Ray options; does not wait for it."""
-    return cast("ActorHandle[A]", ray.remote(cast("type[A]", actor_class)).options(**options).remote(*arguments))
+    """Starts an actor with these Ray options; does not wait for it.
+
+    Calls in one of its `concurrency_groups` have threads of their own, so many; all others run one after another.
+    """
+    options = dict(options)
+    groups = options.pop("concurrency_groups", None)
+    # Ray declares no type for a decorator with arguments.
+    decorate = ray.remote if groups is None else cast(Any, ray.remote)(concurrency_groups=groups)
+    remote = decorate(cast("type[A]", actor_class))
+    return cast("ActorHandle[A]", remote.options(**options).remote(*arguments))
 
 
 def ask(actor: ActorHandle[A], method: Callable[[A, *Ts], T], *arguments: *Ts) -> ray.ObjectRef[T]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import numa, spans
+from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
@@ -32,11 +32,11 @@ from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
-from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
+from mrl.rollout.callers import Answered, Client, RemoteCallers, Sent
 from mrl.rollout.engine_thread import EngineThread
 from mrl.types import PayloadRef, RolloutInfo, RolloutRequest
 
@@ -49,6 +49,10 @@ T = TypeVar("T")
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls
 # cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
+CALLERS = "callers"
+"""Group of calls that gateways make while the driver's are under way."""
+# Of each gateway one call waits for answers, and one, of the process before it that has died, may do so, too.
+CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 2
 
 
 Polled = tuple[list[RolloutInfo], float]
@@ -63,18 +67,11 @@ class EngineActor:
         self._secrets = secrets
         self._thread = EngineThread()
 
-    def build(
-        self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str
-    ) -> str | None:
-        """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights.
+    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart]) -> None:
+        """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights."""
+        self._thread.do(lambda: self._build(config, device_ids, parts))
 
-        Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
-        """
-        return self._thread.do(lambda: self._build(config, device_ids, parts, api_key))
-
-    def _build(
-        self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str
-    ) -> str | None:
+    def _build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart]) -> None:
         config = with_limits(config, local_gpu() if config.cluster.gpus_per_node else None)
         if config.cluster.num_nodes > 1:
             self._temporary = own_temporary_folder()
@@ -102,14 +99,19 @@ class EngineActor:
         self.engine.die_with_workers()
         self.engine.enter("load")
         spans.add("build", start)
-        if not config.policy.generation.vllm_cfg.expose_http_server:
-            return None
-        from mrl.rollout.http_server import start_server
-
         self._thread.serve(self.engine)
-        return start_server(
-            self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._thread.wake
-        )
+        self._callers = RemoteCallers(self.engine.callers, self._thread.wake)
+
+    def ask(self, client: Client, questions: Sequence[Sent], withdrawn: Sequence[str]) -> None:
+        """See `RemoteCallers`; this and the next two calls are for gateways, in the group `CALLERS`."""
+        self._callers.ask(client, questions, withdrawn)
+
+    def take_answers(self, client: Client, limit_s: float) -> list[tuple[str, Answered | ValueError]]:
+        return self._callers.take(client, limit_s)
+
+    def health(self) -> tuple[bool, int | None]:
+        """Tells whether the engine can sample now, and its weight version."""
+        return self.engine.can_sample, self.engine.weight_version
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests, steps the engine up to `budget_s`; what finished: metadata, packed payload (same order)."""
@@ -171,15 +173,9 @@ class EngineGroup(Actors[EngineVerbs]):
         self.book = RequestBook[RolloutRequest, RolloutInfo](
             ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
         )
-        self.api_key = secrets.token_urlsafe(32)
-        """Key of the engines' HTTP servers."""
-        self.base_urls = [""] * len(placement.engines)
-        """Addresses of these servers; empty without."""
-        self.gateway: tuple[str, str] = ("", "")
-        """URL and key of the run's gateway, if it has one."""
-        self.on_addresses: Callable[[], None] = lambda: None
-        """Called whenever `base_urls` may have changed."""
-        self._building: dict[ActorName, ray.ObjectRef[str | None]] = {}
+        self.on_built: Callable[[], None] = lambda: None
+        """Called whenever engines have been built, after a restart, too."""
+        self._building: dict[ActorName, ray.ObjectRef[None]] = {}
         self.handles = [self._start(slots) for slots in placement.engines]
         for index in range(self.num_engines):
             in_loop(self.book.begin, index)
@@ -191,23 +187,9 @@ class EngineGroup(Actors[EngineVerbs]):
     def wait_until_built(self) -> None:
         """Waits until every engine that was started has loaded its weights."""
         building, self._building = self._building, {}
-        base_urls = self.wait(building, deadline_s=start_deadline(self.config).seconds, what="start")
-        if not building or not self.config.policy.generation.vllm_cfg.expose_http_server:
-            return
-        for index, base_url in base_urls.items():
-            self.base_urls[index] = str(base_url)
-        self.publish()
-        logger.info(
-            "HTTP servers of the engines: %s; their key is in %s",
-            ", ".join(self.base_urls),
-            self.log_folder / FILE_NAME,
-        )
-        self.on_addresses()
-
-    def publish(self) -> None:
-        """Writes `endpoints.json`."""
-        own = self.base_urls, self.api_key, self.config.policy.model_name
-        write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
+        self.wait(building, deadline_s=start_deadline(self.config).seconds, what="start")
+        if building:
+            self.on_built()
 
     async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
@@ -280,8 +262,10 @@ class EngineGroup(Actors[EngineVerbs]):
             )
             for node, part in enumerate(nodes)
         )
-        actor = start_actor(EngineActor, first.options, first.log_file, hidden)
-        building = ask(actor, EngineActor.build, self.config, first.device_ids, further, self.api_key)
+        num_callers = CALLERS_PER_GATEWAY * scheduling.num_gateways(self.config) + OTHER_CALLERS
+        options = {**first.options, "concurrency_groups": {CALLERS: num_callers}}
+        actor = start_actor(EngineActor, options, first.log_file, hidden)
+        building = ask(actor, EngineActor.build, self.config, first.device_ids, further)
         self._building[self.name(slots.engine_index)] = building
         return actor
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateway as a Ray actor: agents ask it for the model, and run in or from it. The driver sees rewards and lengths."""
+"""Gateways as Ray actors: all ask them for the model over HTTP, and agents run in or from them.
+
+The driver sees rewards and lengths.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +21,30 @@ from urllib.parse import urlsplit
 
 import ray
 
+from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
-from mrl.cluster.engines import EngineGroup
-from mrl.cluster.environment import start_actor_process
+from mrl.cluster.engine_line import EngineLine
+from mrl.cluster.engines import EngineActor, EngineGroup
+from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
+from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import split_secrets
 from mrl.config.texts import rounded, safe_text
 from mrl.data.verifiers import command_of, variables_of
+from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.plan.deadlines import start_deadline
+from mrl.plan.hardware import local_gpu
+from mrl.plan.memory import with_limits
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
-from mrl.rollout.gateway import EngineServers, Gateway
+from mrl.rollout.engine_lines import EngineLines
+from mrl.rollout.environment import set_variables, variables_of_children
+from mrl.rollout.gateway import Gateway
 from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import listen, make_server
 from mrl.rollout.remote import RemoteAgent
@@ -40,16 +53,18 @@ from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, SamplingParams, 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GATEWAY = "gateway"
+FIRST_LOG = "gateway.log"
 # The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
 ANSWER_S, GATHER_S = 1.0, 0.05
 # The loop answers at once, unless the kernel keeps it from its work.
 STUCK_S = 60.0
-# One call hands tasks in while another waits, and a further one brings the addresses of engines.
-NUM_CALLS = 4
+# One call hands tasks in while another waits, one brings the engines, and one lasts as long as the actor.
+NUM_CALLS = 5
 
 
 @dataclass(frozen=True)
@@ -109,63 +124,65 @@ class AgentRuns:
 
 
 class GatewayActor:
-    """Serves agents from an event loop in a thread; its calls come in threads of Ray's."""
+    """Serves clients and agents from an event loop in a thread; its calls come in threads of Ray's."""
 
-    def __init__(self, config: RunConfig, log_file: Path) -> None:
+    def __init__(self, config: RunConfig, index: int, num_gateways: int, log_file: Path) -> None:
         start_actor_process(log_file)
-        self.config, self.log_file = config, log_file
+        self.config, self.index, self.num_gateways, self.log_file = config, index, num_gateways, log_file
+        self._client, self._lines = (index, secrets.token_hex(8)), list[EngineLine]()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
 
-    def ready(self, port: int | None, api_key: str, engine_key: str, base_urls: Sequence[str]) -> str:
+    def ready(self, port: int | None, api_key: str, engines: Sequence[ActorHandle[EngineActor]]) -> str:
         """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
-        generation, section = self.config.policy.generation, self.config.env
-        host = ray.util.get_node_ip_address()
-        if port is None and section.has_gym_servers:
+        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.facts.secrets)
+        set_variables({**engine_variables(self.config, given), **hidden})
+        # The driver holds this class too, and must not import vLLM.
+        with importing():
+            from mrl.rollout.serving import Handlers
+
+        # What the config leaves open is as in the engines.
+        served = with_limits(self.config, local_gpu() if self.config.cluster.gpus_per_node else None)
+        handlers, host = Handlers(served.policy), ray.util.get_node_ip_address()
+        section = self.config.env
+        if port is None and self.index == 0 and section.has_gym_servers:
             port = urlsplit(section.nemo_gym.policy_base_url or "").port  # which servers that run already ask
+        generation = self.config.policy.generation
         ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
         listener = listen(host, ports)
         url = f"http://{host}:{listener.getsockname()[1]}"
-
-        async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
-            max_model_len, gym_key, timeout_s = (
-                generation.vllm_cfg.max_model_len,
-                section.nemo_gym.policy_api_key,
-                section.agent_timeout_s,
-            )
-            gateway = Gateway(
-                EngineServers(engine_key),
-                api_key=api_key,
-                max_model_len=max_model_len,
-                gym_key=gym_key,
-                timeout_s=timeout_s,
-            )
-            gateway.engines.set_addresses(base_urls)
-            masks_flagged = section.should_mask_flagged_samples
-            runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
-            for name, path in section.own.agents.items():
-                runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
-            runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
-            runner.agents |= {
-                name: [FunctionAgent(f"env.verifiers.{name}", command_of(name, section), variables_of(python))]
-                for name, python in section.verifiers.items()
-            }
-            server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            if section.has_gym_servers:
-                folder = self.log_file.parent / "nemo_gym"
-                runner.gym = await reach_gym(
-                    section.nemo_gym, gateway_url=url, key=gateway.gym_key, host=host, folder=folder
-                )
-            await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
-            return AgentRuns(runner), serving
-
-        self.runs, self._serving = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_s(self.config))
+        gateway = Gateway(
+            EngineLines(self.index),
+            handlers,
+            api_key=api_key,
+            max_model_len=generation.vllm_cfg.max_model_len,
+            model=self.config.policy.model_name,
+            gym_key=section.nemo_gym.policy_api_key,
+            timeout_s=section.agent_timeout_s,
+        )
+        runner = AgentRunner(
+            gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=section.should_mask_flagged_samples
+        )
+        self.runs = AgentRuns(runner)
+        self.set_engines(engines)
+        place = self.index, self.num_gateways
+        starting = started(runner, section, listener, place, log_file=self.log_file)
+        self._serving = asyncio.run_coroutine_threadsafe(starting, self.loop).result(start_s(self.config))
         return url
 
-    def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """Sets the engines' present addresses."""
-        self.loop.call_soon_threadsafe(self.runs.runner.gateway.engines.set_addresses, base_urls)
+    def set_engines(self, handles: Sequence[ActorHandle[EngineActor]]) -> None:
+        """Sets the engines that answer now."""
+        self.loop.call_soon_threadsafe(self._set_lines, handles)
+
+    def _set_lines(self, handles: Sequence[ActorHandle[EngineActor]]) -> None:
+        before = dict(enumerate(self._lines))
+        self._lines = [
+            line
+            if (line := before.get(index)) is not None and line.handle == handle
+            else EngineLine(index, handle, self._client)
+            for index, handle in enumerate(handles)
+        ]
+        self.runs.runner.gateway.engines.set(self._lines)
 
     def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
         """Begins tasks; returns rollouts ended since the last call: metadata, payload. Waits up to `ANSWER_S` for one.
@@ -174,72 +191,126 @@ class GatewayActor:
         """
         return asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
 
+    def last(self) -> None:
+        """Never returns: its failure tells that the actor has died, whether it has agents or not."""
+        while not threading.Event().wait(STUCK_S):
+            pass
+
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(actor, *arguments)`: tests look inside with it."""
         return function(self, *arguments)
 
 
-class AgentGateway(Actors[GatewayActor]):
-    """The driver's handle on the gateway. `book` carries tasks; a dead one restarts at its address, asked again."""
+def gateways_of_agents(section: EnvConfig, num_gateways: int) -> dict[str, tuple[int, ...]]:
+    """Gateway of each process of an agent, by the agent's name; all for an agent that has a URL."""
+    found = dict[str, tuple[int, ...]]()
+    for place, name in enumerate([*section.own.agents, *section.verifiers]):
+        num_processes = (section.own.num_workers or 1) if name in section.own.agents else 1
+        found[name] = tuple((place + process) % num_gateways for process in range(num_processes))
+    return found | dict.fromkeys(section.remote, tuple(range(num_gateways)))
+
+
+async def started(
+    runner: AgentRunner, section: EnvConfig, listener: socket.socket, place: tuple[int, int], *, log_file: Path
+) -> asyncio.Task[None]:
+    """Serves the runner's gateway, and starts its agents. Apart from the actor, as `AgentRuns` is.
+
+    `place` is the gateway's index among so many: each has its processes of functions, the first one NeMo Gym's servers.
+    """
+    index, num_gateways = place
+    counts = {name: places.count(index) for name, places in gateways_of_agents(section, num_gateways).items()}
+    gateway, address, inherited = runner.gateway, listener.getsockname(), variables_of_children()
+    for name, path in section.own.agents.items():
+        runner.agents[name] = [FunctionAgent(path, log_name=log_file.name) for _ in range(counts[name])]
+    runner.agents |= {name: [RemoteAgent(url)] for name, url in section.remote.items()}
+    for name, python in section.verifiers.items():
+        command, variables = command_of(name, section), variables_of(python, inherited)
+        runner.agents[name] = [
+            FunctionAgent(f"env.verifiers.{name}", command, variables, log_name=log_file.name)
+            for _ in range(counts[name])
+        ]
+    server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    if section.has_gym_servers and index == 0:
+        runner.gym = await reach_gym(
+            section.nemo_gym,
+            gateway_url=f"http://{address[0]}:{address[1]}",
+            key=gateway.gym_key,
+            host=address[0],
+            folder=log_file.parent / "nemo_gym",
+        )
+    await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
+    return serving
+
+
+class GatewayGroup(Actors[GatewayActor]):
+    """The driver's handle on the gateways. `book` carries tasks; a dead one restarts at its address, asked again."""
 
     def __init__(self, config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> None:
         super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)
         self.config, self.placement, self.engines, self.log_folder = config, placement, engines, log_folder
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
-        self.url: str | None = None
+        num_gateways = scheduling.num_gateways(config)
+        self.urls = list[str]()
+        """Address of each gateway, once they are built."""
+        self._places = gateways_of_agents(config.env, num_gateways)
         self.book = RequestBook[AgentTask, EndedRollout](
-            GATEWAY, 1, self._run, self._restart, news=self.news, num_calls=2
+            GATEWAY, num_gateways, self._run, self._restart, news=self.news, num_calls=2
         )
-        self._starting: ray.ObjectRef[str] | None = None
-        self._waiting: set[str] = set()
-        """Agents that have been said to be waited for."""
+        self._waiting = [dict[str, tuple[int, str]]() for _ in range(num_gateways)]
+        """Agents that each gateway waits for: see `Progress.waiting`."""
         self._blocked: set[str] = set()
         """Lines that have been said to block."""
-        self.handles = [self._start()]
-        engines.on_addresses = self.tell_addresses
-        in_loop(self.book.begin, 0)
+        self._starting = dict[int, ray.ObjectRef[str]]()
+        self._watching = dict[int, asyncio.Task[None]]()
+        self.handles = [self._start(index) for index in range(num_gateways)]
+        engines.on_built = self.tell_engines
+        for index in range(num_gateways):
+            in_loop(self.book.begin, index)
+            in_loop(self._watch_soon, index)
 
     def wait_until_built(self) -> None:
         """Waits until agents can be run. RuntimeError: a function cannot be loaded."""
-        assert self._starting is not None
-        starting, self._starting = self._starting, None
-        urls = self.wait({self.name(0): starting}, deadline_s=start_s(self.config), what="start")
-        self.url = urls[0]
-        self.engines.gateway = f"{self.url}/v1", self.api_key
-        self.engines.publish()
+        starting = {self.name(index): reference for index, reference in self._starting.items()}
+        urls = self.wait(starting, deadline_s=start_s(self.config), what="start")
+        self.urls = [urls[index] for index in range(len(urls))]
+        # Sessions that a client names are those of an engine's address.
+        base_urls = [f"{self.urls[index % len(urls)]}/engines/{index}/v1" for index in range(self.engines.num_engines)]
+        first, model = f"{self.urls[0]}/v1", self.config.policy.model_name
+        write_endpoints(self.log_folder, Endpoints(base_urls, self.api_key, model, first, self.api_key))
+        logger.info("Engines over HTTP: %s; the key stands in %s", ", ".join(base_urls), self.log_folder / FILE_NAME)
         names = [
             *sorted(self.config.env.agents),
             *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else []),
         ]
-        logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(names))
+        if names:
+            logger.info("Agents ask the gateway at %s: %s", ", ".join(self.urls), ", ".join(names))
 
     def does(self, env_name: str) -> bool:
         """Tells whether an agent handles the rows of an environment."""
         return is_agent(env_name, self.config.env)
 
-    def tell_addresses(self) -> None:
-        """Sends the engines' addresses to the gateway, as they may have changed."""
-        self.handles[0].set_addresses.remote(list(self.engines.base_urls))
+    def tell_engines(self) -> None:
+        """Tells the gateways which engines there are, as they may have been started again."""
+        for handle in self.handles:
+            handle.set_engines.remote(list(self.engines.handles))
 
     async def run_agent(
         self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
     ) -> EndedRollout:
-        """Runs an agent on a row."""
+        """Runs an agent on a row. NeMo Gym's servers ask the first gateway, which has the receipts."""
         task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
-        return await self.book.ask(task.request_id, task)
+        return await self.book.ask(task.request_id, task, self._places.get(prompt.env_name, (0,)))
 
     async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
-        if (starting := self._starting) is not None:
-            await answered(starting, actor=self.name(index), what="start")
-            self._starting = None if self._starting is starting else self._starting
-            self.tell_addresses()  # those of engines that have come back meanwhile
+        await answered(self._starting[index], actor=self.name(index), what="start")
         answer = self.handles[index].run.options(num_returns=2).remote(tasks)
         reference, payload = cast("tuple[ray.ObjectRef[Progress], ray.ObjectRef]", answer)
         progress = await answered(reference, actor=self.name(index), what="agents")
         for engine in progress.unreachable:
             asyncio.ensure_future(self.engines.look_after(engine))
-        self._say_waiting(progress.waiting)
+        self._say_waiting(index, progress.waiting)
         for place in progress.blocked.keys() - self._blocked:
             self._blocked.add(place)
             way_out = "await what takes long, or call it by asyncio.to_thread"
@@ -258,33 +329,56 @@ class AgentGateway(Actors[GatewayActor]):
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
         return ended
 
-    def _say_waiting(self, waiting: Mapping[str, tuple[int, str]]) -> None:
-        for name in waiting.keys() - self._waiting:
-            count, reason = waiting[name]
-            limit = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)"
-            logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
-        self._waiting = set(waiting)
+    def waiting(self) -> dict[str, tuple[int, str]]:
+        """Number of rollouts that wait for an agent that cannot be reached, and a reason, by the agent's name."""
+        found = dict[str, tuple[int, str]]()
+        for name, (count, reason) in [item for one in self._waiting for item in one.items()]:
+            found[name] = found.get(name, (0, ""))[0] + count, reason
+        return found
+
+    def _say_waiting(self, index: int, waiting: Mapping[str, tuple[int, str]]) -> None:
+        before = self.waiting().keys()
+        self._waiting[index] = dict(waiting)
+        limit = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)"
+        for name, (count, reason) in self.waiting().items():
+            if name not in before:
+                logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
 
     def _restart(self, index: int, lost: ActorLost) -> None:
-        num_tasks = self.book.end(index, self._log_file)
+        num_tasks = self.book.end(index, self._log_file(index))
         logger.warning("%s; starting it again, with the rollouts of its agents (%d)", lost, num_tasks)
         ray.kill(self.handles[index])
-        self.handles[index] = self._start()
+        self.handles[index] = self._start(index)
         self.news.tell(GENERATION, time.monotonic() + start_s(self.config))
         self.book.begin(index)
+        self._watch_soon(index)
 
-    def _start(self) -> ActorHandle[GatewayActor]:
-        options = {**self.placement.options(self.placement.first_slots[0], {}), "max_concurrency": NUM_CALLS}
-        actor = start_actor(GatewayActor, options, self.config, self._log_file)
-        port = None if self.url is None else int(self.url.rpartition(":")[2])
-        self._starting = ask(
-            actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls)
-        )
+    def _watch_soon(self, index: int) -> None:
+        self._watching[index] = asyncio.ensure_future(self._watch(index, self.handles[index], self._starting[index]))
+
+    async def _watch(self, index: int, handle: ActorHandle[GatewayActor], starting: ray.ObjectRef[str]) -> None:
+        """Starts a gateway again when it dies: without agents nobody else notices."""
+        try:
+            try:
+                await answered(starting, actor=self.name(index), what="start")
+                self.tell_engines()  # those that have come back meanwhile
+                await answered(ask(handle, GatewayActor.last), actor=self.name(index), what="HTTP")
+            except ActorLost as lost:
+                if handle is self.handles[index]:
+                    self._restart(index, lost)
+        except Exception as error:  # whoever waits raises it
+            self.news.fail(error)
+
+    def _start(self, index: int) -> ActorHandle[GatewayActor]:
+        nodes = self.placement.first_slots
+        options = {**self.placement.options(nodes[index % len(nodes)], {}), "max_concurrency": NUM_CALLS}
+        actor = start_actor(GatewayActor, options, self.config, index, len(self._waiting), self._log_file(index))
+        port = int(self.urls[index].rpartition(":")[2]) if self.urls else None
+        self._starting[index] = ask(actor, GatewayActor.ready, port, self.api_key, list(self.engines.handles))
         return actor
 
-    @property
-    def _log_file(self) -> Path:
-        return self.log_folder / "gateway.log"
+    def _log_file(self, index: int) -> Path:
+        return self.log_folder / (f"gateway-{index}.log" if index else FIRST_LOG)
 
 
 def start_s(config: RunConfig) -> float:
@@ -309,12 +403,12 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
     )
 
 
-def start_gateway(
+def start_gateways(
     config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path
-) -> AgentGateway | None:
-    """The gateway, once the engines are up, if the config names agents."""
-    if not config.env.has_agents:
+) -> GatewayGroup | None:
+    """The gateways, once the engines are up, if the config names agents or wants them to answer over HTTP."""
+    if not scheduling.num_gateways(config):
         return None
-    gateway = AgentGateway(config, placement, engines, log_folder=log_folder)
-    gateway.wait_until_built()
-    return gateway
+    gateways = GatewayGroup(config, placement, engines, log_folder=log_folder)
+    gateways.wait_until_built()
+    return gateways

@@ -24,7 +24,7 @@ from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, Samplin
 
 if TYPE_CHECKING:
     from mrl.cluster.engines import EngineGroup
-    from mrl.cluster.gateway import AgentGateway
+    from mrl.cluster.gateway import GatewayGroup
     from mrl.cluster.rewards import Rewards
 
 
@@ -42,20 +42,20 @@ class RolloutCollector:
         *,
         seed: int,
         restart_engine: Callable[[int], None],
-        gateway: AgentGateway | None = None,
+        gateways: GatewayGroup | None = None,
     ) -> None:
         """`restart_engine(index)` restarts a dead engine on the current weights and asks its unfinished requests again.
 
-        `gateway` runs the agents, if the config names any.
+        `gateways` run the agents, if the config names any.
         """
         assert engines.news is rewards.news, "whoever waits hears of both"
         self.engines = engines
         self.rewards = rewards
         self.news = engines.news
         self.seed = seed
-        self.gateway = gateway
+        self.gateways = gateways
         # An agent may do without the model for as long as its deadline allows.
-        self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
+        self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateways is not None else 0.0)
         self.restart_engine = restart_engine
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
@@ -108,7 +108,7 @@ class RolloutCollector:
         """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
 
         def is_drained() -> bool:
-            book, num_agents = self.engines.book, self.gateway.book.num_unfinished if self.gateway is not None else 0
+            book, num_agents = self.engines.book, self.gateways.book.num_unfinished if self.gateways is not None else 0
             # Agents wait for an engine to come back, if all are lost.
             has_engine = len(book.lost) < self.engines.num_engines
             return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
@@ -142,8 +142,8 @@ class RolloutCollector:
 
     async def _run(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         try:
-            if self.gateway is not None and self.gateway.does(group.prompt.env_name):
-                await self._agent_rollout(self.gateway, group, index, sampling)
+            if self.gateways is not None and self.gateways.does(group.prompt.env_name):
+                await self._agent_rollout(self.gateways, group, index, sampling)
             else:
                 await self._rollout(group, index, sampling)
         except Exception as error:  # whoever waits raises it
@@ -176,11 +176,11 @@ class RolloutCollector:
         self._note_judged(group, index, verdict)
 
     async def _agent_rollout(
-        self, gateway: AgentGateway, group: RolloutGroup, index: int, sampling: SamplingParams
+        self, gateways: GatewayGroup, group: RolloutGroup, index: int, sampling: SamplingParams
     ) -> None:
         """Runs an agent on the row in a gateway session, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
-        ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
+        ended = await gateways.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, ended.info)
@@ -205,7 +205,7 @@ class RolloutCollector:
 
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
-            books = [self.engines.book, self.rewards.book, *([self.gateway.book] if self.gateway is not None else [])]
+            books = [self.engines.book, self.rewards.book, *([self.gateways.book] if self.gateways is not None else [])]
             return [name for book in books for name in book.called()]
 
         try:

@@ -16,6 +16,8 @@ from mrl.cluster.errors import ActorLost, ActorName
 from mrl.config.schema.run import RunConfig
 
 ENGINE = "engine"
+# A gateway's loop takes 10 ms for a turn of 30,000 characters: so many agents may think 5 s about each of their turns.
+ROLLOUTS_PER_GATEWAY = 512
 R = TypeVar("R")
 
 
@@ -47,6 +49,19 @@ def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
     assert stride >= num_workers, "mrl.config.rules.layout refuses more engine workers than slots"
     starts = (first + index * stride for index in range(num_engines))
     return tuple(EngineSlots(index, tuple(range(start, start + num_workers))) for index, start in enumerate(starts))
+
+
+def num_gateways(config: RunConfig) -> int:
+    """Gateways of a run: one for each node, as far as there are engines, and one for so many rollouts of agents.
+
+    More than there are processes of agents would not share their work. 0: nobody asks over HTTP.
+    """
+    env, asked = config.env, -(-config.num_rollouts_at_once // ROLLOUTS_PER_GATEWAY)
+    if not config.has_engines or not (env.has_agents or config.policy.generation.vllm_cfg.expose_http_server):
+        return 0
+    if not env.remote:
+        asked = min(asked, len(env.verifiers) + len(env.own.agents) * (env.own.num_workers or 1))
+    return max(1, asked, min(config.cluster.num_nodes, config.num_engines))
 
 
 def slot_table(hosts: Sequence[str], num_policy_ranks: int, engines: Sequence[EngineSlots]) -> list[str]:

@@ -13,7 +13,7 @@ from conversion.files.durable import remove_file
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.event_loop import News, tasks_ended
-from mrl.cluster.gateway import start_gateway
+from mrl.cluster.gateway import start_gateways
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
@@ -165,10 +165,10 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         policies = models.pop("policy")
         rewards.wait_until_built()
         startup.lap("rewards")
-        gateway = start_gateway(config, placement, engines, log_folder=log_folder)
+        gateways = start_gateways(config, placement, engines, log_folder=log_folder)
         restart = refit.restart_engine
         collector = RolloutCollector(
-            config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateway=gateway
+            config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateways=gateways
         )
         yield RolloutSession(config, policies, models, engines, rewards, refit, collector)
 
@@ -200,8 +200,10 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
             engines.serve_again(index)
 
         serve(range(engines.num_engines))
-        gateway = start_gateway(config, placement, engines, log_folder=log_folder)
-        yield RolloutCollector(config, engines, rewards, seed=config.eval.seed, restart_engine=restart, gateway=gateway)
+        gateways = start_gateways(config, placement, engines, log_folder=log_folder)
+        yield RolloutCollector(
+            config, engines, rewards, seed=config.eval.seed, restart_engine=restart, gateways=gateways
+        )
 
 
 @contextmanager

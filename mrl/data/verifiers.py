@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from mrl.config.errors import ConfigError, Problem
@@ -30,11 +31,15 @@ def command_of(name: str, section: EnvConfig, split: str = "train") -> list[str]
     return [section.verifiers[name], "-P", str(PROGRAM), json.dumps(spec, sort_keys=True)]
 
 
-def variables_of(python: str) -> dict[str, str]:
-    """The program's environment variables: modules of the run's folder are found, and tools beside its Python."""
-    variables = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS}
+def variables_of(python: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The program's environment variables: modules of the run's folder are found, and tools beside its Python.
+
+    `inherited` are those that it starts from; None = this process's.
+    """
+    given = os.environ if inherited is None else inherited
+    variables = {name: value for name, value in given.items() if name not in NOT_THEIRS}
     for name, first in (("PATH", os.path.dirname(python)), ("PYTHONPATH", os.getcwd())):
-        variables[name] = os.pathsep.join(filter(None, (first, os.environ.get(name))))
+        variables[name] = os.pathsep.join(filter(None, (first, given.get(name))))
     return variables
 
 

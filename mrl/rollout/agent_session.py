@@ -7,32 +7,18 @@ the trainer compares with, is replaced by the run's own value, and counted.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
-
-import numpy as np
 
 from mrl.config.conversations import Heard
 from mrl.rollout.http_gate import NEUTRAL
 from mrl.rollout.sessions import Message, said, without_ids
-from mrl.rollout.turn_tree import NO_ROUTES, SampledAnswer, TreeNode, TurnTree
+from mrl.rollout.turn_tree import SampledAnswer, TreeNode, TurnTree
 from mrl.types import SamplingParams, hashed_seed
-
-RECORD = "record"
-"""Field of requests to engines that asks for the tokens of answers, and of the answers that has them."""
-ROUTES = "routes"
-"""Field of each answer in a record where engines keep routes: as `write_routes` makes it, or null if nobody
-knows them.
-"""
-FORCED = "forced"
-"""Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the
-model alone.
-"""
 
 PASSED = (
     "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format",
@@ -57,6 +43,21 @@ same tokens.
 """
 MAX_TEXT_CHARACTERS = 20_000
 """Limit of a session's texts that are kept for readers."""
+MAX_NAMED = 4096
+"""Sessions that clients have named. One more makes the gateway forget the one that was used longest ago."""
+MAX_NAMED_BYTES = 2**30
+"""Memory of all of them; more makes it forget in the same order."""
+BYTES_PER_TURN = 1000
+
+
+@dataclass(frozen=True)
+class SampledReply:
+    """The answer to a request, and the tokens in it."""
+
+    response: dict[str, object]
+    prompt_ids: list[int]
+    answers: list[SampledAnswer]
+    """One for each choice, of a request with one prompt."""
 
 
 @dataclass
@@ -69,6 +70,8 @@ class AgentSession:
     sampling: SamplingParams
     seed: int
     max_model_len: int
+    is_named: bool = False
+    """True for a session that a client has named, and of which it asks for no rollout."""
     tree: TurnTree = field(default_factory=TurnTree)
     engines: list[int] = field(default_factory=list)
     """Indices of the engines that have answered, in order."""
@@ -102,7 +105,7 @@ class AgentSession:
         if isinstance(messages := request.get("messages"), list):
             # Which tokens an answer was sampled in, the tree says.
             request["messages"] = without_ids(messages)
-        return request | own | {RECORD: True}
+        return request | own
 
     def find_prefix(self, request: Mapping[str, object]) -> tuple[list[int], int] | None:
         """Sampled tokens of a conversation's longest known beginning, and its number of messages; None: none."""
@@ -113,47 +116,51 @@ class AgentSession:
                 return node.token_ids.tolist(), num_messages
         return None
 
-    def keep(self, request: Mapping[str, object], response: Mapping[str, object]) -> list[TreeNode]:
+    def keep(self, request: Mapping[str, object], reply: SampledReply) -> list[TreeNode]:
         """Adds an engine's answers to the tree, each as a turn; in the order of its choices."""
-        record = response.get(RECORD)
-        choices = cast("Sequence[Mapping[str, object]]", response.get("choices") or ())
+        choices = cast("Sequence[Mapping[str, object]]", reply.response.get("choices") or ())
         nodes = list[TreeNode]()
-        for index, choice in enumerate(choices):
+        for choice, answer in zip(choices, reply.answers, strict=True):
             message = choice.get("message")
             text = choice.get("text") if message is None else cast(Message, message).get("content")
-            self.note_text(text, message)
             messages = request.get("messages")
-            asked = messages if isinstance(messages, list) else [request.get("prompt")]
-            self.heard.note([*asked, message or {"role": "assistant", "content": text}])
-            if not isinstance(record, Mapping):
-                continue
-            node = self._add(record, index)
+            if not self.is_named:
+                self.note_text(text, message)
+                asked = messages if isinstance(messages, list) else [request.get("prompt")]
+                self.heard.note([*asked, message or {"role": "assistant", "content": text}])
+            length = len(answer.token_ids)
+            # Otherwise the agent itself has asked for so few tokens.
+            is_cut = length >= self.sampling.max_new_tokens or len(reply.prompt_ids) + length >= self.max_model_len
+            if not (is_cut or self.is_named):
+                answer = replace(answer, finish_reason="stop")
+            node = self.tree.add(reply.prompt_ids, replace(answer, routes=None) if self.is_named else answer)
             nodes.append(node)
             if isinstance(message, Mapping) and isinstance(messages, list):
                 self._spoken[_digests({**request, "messages": [*messages, message]})[-1]] = node
         return nodes
 
-    def _add(self, record: Mapping[str, object], index: int) -> TreeNode:
-        prompt_ids = cast("list[int]", record["prompt_token_ids"])
-        answer = cast("Sequence[Mapping[str, list]]", record["answers"])[index]
-        length, untrained, start, routes = len(answer["token_ids"]), FORCED if record["is_forced"] else "", 0, None
-        # Otherwise the agent itself has asked for so few tokens.
-        is_cut = length >= self.sampling.max_new_tokens or len(prompt_ids) + length >= self.max_model_len
-        if ROUTES in answer:
-            written = cast("Mapping[str, object] | None", answer[ROUTES])
-            untrained = untrained if written is not None else NO_ROUTES  # of turns behind a forced one, too
-            start, routes = read_routes(written) if written is not None else (0, None)
-        sampled = SampledAnswer(
-            np.asarray(answer["token_ids"], dtype=np.int32),
-            np.asarray(answer["logprobs"], dtype=np.float32),
-            "length" if answer["finish_reason"] == "length" and is_cut else "stop",
-            cast(int, record["weight_version"]),
-            cast(int, record["num_weight_versions"]),
-            untrained,
-            routes,
-            start,
-        )
-        return self.tree.add(prompt_ids, sampled)
+    def turns(self) -> list[dict[str, object]]:
+        """The turns as plain data, in order."""
+        return [
+            {
+                "prompt_token_ids": node.token_ids[: node.length - len(node.answer.token_ids)].tolist(),
+                "token_ids": node.answer.token_ids.tolist(),
+                "logprobs": node.answer.logprobs.tolist(),
+                "finish_reason": node.answer.finish_reason,
+                "weight_version": node.answer.weight_version,
+                "num_weight_versions": node.answer.num_weight_versions,
+                "is_continuation": node.length > len(node.given) + len(node.answer.token_ids),
+                "untrained": node.untrained,
+            }
+            for node in self.tree.nodes
+            if node.answer is not None
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes of its turns in memory."""
+        arrays = sum(node.given.nbytes + 2 * node.answer.token_ids.nbytes for node in self.tree.nodes if node.answer)
+        return arrays + BYTES_PER_TURN * (1 + len(self.tree.nodes))
 
     @property
     def text(self) -> str:
@@ -167,6 +174,35 @@ class AgentSession:
         room = MAX_TEXT_CHARACTERS - sum(map(len, self.texts))
         if room > 0:
             self.texts.append("\n".join(filter(None, parts))[:room])
+
+
+class NamedSessions:
+    """Sessions that clients have named, the one used last behind the others."""
+
+    def __init__(self, open_session: Callable[[str], AgentSession], max_bytes: int = MAX_NAMED_BYTES) -> None:
+        self._open, self._max_bytes = open_session, max_bytes
+        self._sessions: OrderedDict[str, AgentSession] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+
+    def get(self, name: str) -> AgentSession | None:
+        return self._sessions.get(name)
+
+    def opened(self, name: str) -> AgentSession:
+        """The session of this name, a new one if there is none."""
+        return self._sessions.get(name) or self._open(name)
+
+    def keep(self, session: AgentSession) -> None:
+        """Keeps a session that has got a turn, and forgets others if that is too much."""
+        name = session.session_id
+        self._sessions[name], self._sizes[name] = session, session.num_bytes
+        self._sessions.move_to_end(name)
+        while len(self._sessions) > MAX_NAMED or sum(self._sizes.values()) > self._max_bytes:
+            self.forget(next(iter(self._sessions)))
+
+    def forget(self, name: str) -> None:
+        """Drops a session, if there is one."""
+        self._sessions.pop(name, None)
+        self._sizes.pop(name, None)
 
 
 def _digests(request: Mapping[str, object]) -> list[bytes]:
@@ -183,15 +219,3 @@ def _digests(request: Mapping[str, object]) -> list[bytes]:
 
 def _bytes(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode("ascii")
-
-
-def write_routes(routes: np.ndarray, start: int) -> dict[str, object]:
-    """Routes of the tokens from `start` on, as JSON."""
-    data = base64.b64encode(np.ascontiguousarray(routes).tobytes()).decode("ascii")
-    return {"start": start, "shape": list(routes.shape), "dtype": str(routes.dtype), "data": data}
-
-
-def read_routes(written: Mapping[str, object]) -> tuple[int, np.ndarray]:
-    """The first token and the routes that `write_routes` has written."""
-    flat = np.frombuffer(base64.b64decode(cast(str, written["data"])), dtype=np.dtype(cast(str, written["dtype"])))
-    return cast(int, written["start"]), flat.reshape(cast("list[int]", written["shape"]))

@@ -29,6 +29,7 @@ import numpy as np
 
 from mrl.config.texts import rounded, safe_text
 from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
 from mrl.rollout.remote import BLOCKED, AgentBlocked, AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
@@ -95,13 +96,24 @@ class FunctionAgent:
     """An agent in a process that is replaced when it dies: a function of the user's, or an environment of verifiers."""
 
     def __init__(
-        self, path: str, command: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        path: str,
+        command: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+        *,
+        log_name: str = "gateway.log",
     ) -> None:
-        """`path` is the function, or the name of what `command` serves, with these environment variables."""
+        """`path` is the function, or the name of what `command` serves, with these environment variables.
+
+        `log_name` is the name of this process's log, for messages.
+        """
         # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
-        self._variables = variables or {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        self._variables = variables or {
+            **variables_of_children(),
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        }
         self._words = (*command, "serve") if command else (sys.executable, "-m", "mrl.rollout.agent_child", path)
-        self.path = path
+        self.path, self._log_name = path, log_name
         # Stays open in this process: requests that come between two children wait for the next one.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self._key = secrets.token_urlsafe(32)
@@ -196,7 +208,8 @@ class FunctionAgent:
             self._blocker = {}
             logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
         times = f"{self._num_failed} times in a row before it could run a rollout"
-        self._broken.set_exception(RuntimeError(f"agents: the process of {self.path} died {times}; see gateway.log"))
+        see = f"see {self._log_name}"
+        self._broken.set_exception(RuntimeError(f"agents: the process of {self.path} died {times}; {see}"))
 
     async def _look_for_life(self) -> None:
         """Notes when the process answers; if it ends first, `_keep_alive` notices."""

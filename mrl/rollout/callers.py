@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue of questions from other threads of an engine's process. The engine's stepping thread takes and answers them."""
+"""Queue of questions to an engine, besides its rollouts. The engine's stepping thread takes and answers them."""
 
 from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,12 @@ class Question:
     """
 
 
+Prompt: TypeAlias = "EngineInput"
+Params: TypeAlias = "SamplingParams"
+Ask = Callable[[Prompt, Params], Awaitable[Answered]]
+"""Asks an engine; raises its reason for a refusal."""
+Sent = tuple[str, Prompt, Params]
+"""A question that comes from another process: unique id, prompt and parameters."""
 TakeRoutes = Callable[[Sequence[str], "RequestOutput"], "Sequence[np.ndarray | None] | None"]
 """Takes the routes of each answer in an output, by vLLM's ids of the answers."""
 
@@ -116,3 +123,61 @@ class Callers:
                 Answered(output, weight_version, 1 + num_refits - earlier, is_forced, take_routes(ids, output))
             )
         return found is not None
+
+
+Client = tuple[int, str]
+"""A process that asks: its place among the gateways, and a name that another process in that place has not had."""
+
+
+@dataclass
+class _Owed:
+    """Questions of a client without an answer, and answers that it has not taken."""
+
+    client: Client
+    ids: set[str] = field(default_factory=set)
+    answers: queue.SimpleQueue[tuple[str, Answered | ValueError]] = field(default_factory=queue.SimpleQueue)
+
+
+class RemoteCallers:
+    """Callers of other processes, the gateways: hand questions in, and take answers. Any thread may call both."""
+
+    def __init__(self, callers: Callers, wake: Callable[[], None]) -> None:
+        """`wake` makes the owner step the engine."""
+        self._callers, self._wake = callers, wake
+        self._clients: dict[int, _Owed] = {}
+
+    def ask(self, client: Client, questions: Sequence[Sent], withdrawn: Sequence[str]) -> None:
+        """Queues questions, drops those `withdrawn`, and those of an earlier client in its place, which has died."""
+        owed = self._clients.get(client[0])
+        if owed is None or owed.client != client:
+            withdrawn = [] if owed is None else list(owed.ids)
+            owed = self._clients[client[0]] = _Owed(client)
+        ids, answers = owed.ids, owed.answers
+        for question_id in withdrawn:
+            ids.discard(question_id)
+            self._callers.withdraw(question_id)
+        for question_id, prompt, params in questions:
+
+            def answer(answered: Answered | Exception, question_id: str = question_id) -> None:
+                ids.discard(question_id)
+                # Another process may not be able to read an error of vLLM's.
+                is_refused = isinstance(answered, Exception)
+                answers.put((question_id, ValueError(str(answered)) if is_refused else answered))
+
+            ids.add(question_id)
+            try:
+                self._callers.ask(Question(question_id, prompt, params, answer))
+            except ValueError as error:
+                answer(error)
+        self._wake()
+
+    def take(self, client: Client, limit_s: float) -> list[tuple[str, Answered | ValueError]]:
+        """Answers to this client, with the ids of their questions; waits up to `limit_s` for the first."""
+        owed, found = self._clients.get(client[0]), list[tuple[str, Answered | ValueError]]()
+        if owed is None or owed.client != client:
+            return found
+        with suppress(queue.Empty):
+            found.append(owed.answers.get(timeout=limit_s))
+            while True:
+                found.append(owed.answers.get_nowait())
+        return found

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mrl.gpus import device_variables
@@ -24,6 +26,21 @@ class EngineNodes:
     address: str
     """Address of the first node, where all workers meet."""
     port: int
+
+
+_inherited: dict[str, str] = {}
+"""Environment of this process before `set_variables`."""
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Sets an engine's variables in a process that has no engine, before it imports vLLM; its children get none."""
+    _inherited.update(os.environ)
+    os.environ.update(variables)
+
+
+def variables_of_children() -> dict[str, str]:
+    """The environment that this process would have without `set_variables`."""
+    return dict(_inherited or os.environ)
 
 
 def engine_environment(*, has_gpu: bool) -> dict[str, str]:

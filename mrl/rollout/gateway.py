@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway of a run: one address for all agents, in front of engines that come, die and move. Needs no vLLM.
+"""The gateway of a run: one HTTP server for all who ask its engines, which come, die and move. Needs no vLLM.
 
 `/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled.
 `/gym/v1/...` answers NeMo Gym's servers, which have no sessions, and leaves receipts. `/v1/...`, with the run's key,
-passes on to an engine and keeps nothing. While no engine answers, requests wait. Everything here is in one event loop.
+asks any engine, and `/engines/INDEX/v1/...` that one. While no engine answers, requests wait. Everything here is in one
+event loop.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import json
 import logging
 import math
 import secrets
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Protocol, cast
 
-import aiohttp
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,122 +24,53 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mrl.config.rules.gym_servers import GYM_PATH
-from mrl.rollout.agent_session import RECORD, AgentSession
+from mrl.rollout.agent_session import AgentSession, NamedSessions, SampledReply
+from mrl.rollout.callers import Answered, Ask, Params, Prompt
+from mrl.rollout.engine_lines import EngineLines
 from mrl.rollout.http_fields import Asked, find_mistake
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
 from mrl.rollout.receipts import Receipts
-from mrl.rollout.sessions import MESSAGE_IDS, PREFIX, PREFIX_MESSAGES
+from mrl.rollout.sessions import MESSAGE_IDS
 from mrl.rollout.turn_tree import TreeNode
 from mrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
-"""The model's name; requests may use any."""
+"""The model's name for agents, who may use any."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZE = ("/tokenize", "/v1/tokenize")
 GYM = GYM_PATH.removesuffix("/v1")
-PASSED_ON = (CHAT, COMPLETIONS, "/tokenize")
+ONE_ENGINE = "/engines/{index:int}"
+SESSION_HEADER = "X-Session-ID"
+"""Names the session that a request belongs to, as the field `session_id` does."""
+MAX_SESSION_ID = 256
+"""Characters."""
 # A client may send the tokens of every turn back, each with its whole prompt: bodies grow with the square of turns.
 TURNS_IN_BODY, BYTES_PER_ID = 200, 8
-# After no engine has answered; an engine that dies is started again within minutes.
-RETRY_S = 0.5
-WARN_S = 60.0
-CONNECT_S = 10.0
 
 Json = dict[str, object]
-Reply = tuple[int, Json]
-"""Status and body."""
+Endpoint = Callable[[Request], Coroutine[None, None, Response]]
 FindPrefix = Callable[[Mapping[str, object]], tuple[list[int], int] | None]
 """See `AgentSession.find_prefix`."""
 
 
-class EngineServers:
-    """The engines' own servers. One that cannot be reached is left out of a request, and reported."""
+class RequestHandlers(Protocol):
+    """OpenAI's protocol, as `mrl.rollout.serving` answers it with vLLM. Both raise HTTPException."""
 
-    def __init__(self, api_key: str) -> None:
-        self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._addresses: list[str] = []
-        self._loads: dict[int, int] = {}
-        self._client: aiohttp.ClientSession | None = None
-        self._posting: dict[int, set[asyncio.Future[Reply]]] = {}
-        """Requests under way, by engine."""
-        self.unreachable: set[int] = set()
-        """Engines that have broken a connection since the owner looked last."""
+    sampling: SamplingParams
 
-    @property
-    def num_asked(self) -> int:
-        """Requests under way at engines."""
-        return sum(map(len, self._posting.values()))
+    async def answer(
+        self,
+        body: Json,
+        ask: Ask,
+        *,
+        is_chat: bool,
+        prefix: tuple[Sequence[int], int] | None = None,
+        in_session: bool = False,
+    ) -> SampledReply: ...
 
-    def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """Sets where engines are, by index: `http://HOST:PORT/v1`. Requests to one that has moved are asked again."""
-        before, self._addresses = self._addresses, [base_url.removesuffix("/v1") for base_url in base_urls]
-        for index, posting in self._posting.items():
-            if self._addresses[index : index + 1] != before[index : index + 1]:
-                for one in list(posting):
-                    one.cancel()  # its node may have gone without a word
-
-    async def ask(self, path: str, body: Json, *, session: AgentSession | None = None) -> Reply:
-        """The session engine's answer, or another's if it dies. Waits while there is none, as long as who asks does."""
-        warned_at = time.monotonic()
-        while True:
-            for index in self._in_order(session):
-                if session is not None and session.asks != index:
-                    self.join(session, index)  # at once, so that sessions that begin together ask different engines
-                reply = await self._try(index, path, body)
-                if reply is not None:
-                    if session is not None and session.engines[-1:] != [index]:
-                        session.engines.append(index)
-                    return reply
-            if time.monotonic() > warned_at + WARN_S:
-                warned_at = time.monotonic()
-                logger.warning("No engine has answered for %g s; requests wait for one", WARN_S)
-            await asyncio.sleep(RETRY_S)
-
-    def join(self, session: AgentSession, index: int) -> None:
-        """Assigns the session to this engine."""
-        self.leave(session)
-        session.asks, self._loads[index] = index, self._loads.get(index, 0) + 1
-
-    def leave(self, session: AgentSession) -> None:
-        """Takes the session from its engine."""
-        if session.asks is not None:
-            self._loads[session.asks] -= 1
-            session.asks = None
-
-    def _in_order(self, session: AgentSession | None) -> list[int]:
-        """Orders engines: the session's first, whose cache has the conversation, then those with fewest sessions."""
-        first = session.asks if session is not None else None
-        return sorted(range(len(self._addresses)), key=lambda index: (index != first, self._loads.get(index, 0)))
-
-    async def _try(self, index: int, path: str, body: Json) -> Reply | None:
-        if self._client is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._client = aiohttp.ClientSession(
-                timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False
-            )
-        asked = asyncio.ensure_future(self._post(self._client, self._addresses[index] + path, body))
-        posting = self._posting.setdefault(index, set())
-        posting.add(asked)
-        try:
-            return await asked
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            return None
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ServerTimeoutError) as error:
-            self.unreachable.add(index)
-            logger.warning("Engine %d cannot be reached: %s", index, error or type(error).__name__)
-            return None
-        finally:
-            posting.discard(asked)
-
-    async def _post(self, client: aiohttp.ClientSession, url: str, body: Json) -> Reply:
-        async with client.post(url, json=body, headers=self._headers) as response:
-            text = await response.text(errors="replace")
-            is_json = response.content_type == "application/json"
-            return response.status, json.loads(text) if is_json else {"error": {"message": text}}
+    async def tokenize(self, body: Json) -> Json: ...
 
 
 class Gateway:
@@ -148,17 +78,23 @@ class Gateway:
 
     def __init__(
         self,
-        engines: EngineServers,
+        engines: EngineLines,
+        handlers: RequestHandlers,
         *,
         api_key: str,
         max_model_len: int,
+        model: str = MODEL,
         gym_key: str | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """`gym_key` is that of NeMo Gym's servers; None = the run's. A rollout takes at most `timeout_s` seconds."""
-        self.engines = engines
+        """`model` is the name for those who ask one engine. `gym_key` is that of NeMo Gym's servers; None = the run's.
+
+        A rollout takes at most `timeout_s` seconds.
+        """
+        self.engines, self.handlers = engines, handlers
         self.api_key = api_key
         """The run's."""
+        self.model = model
         self.gym_key = gym_key or api_key
         self.receipts = Receipts(timeout_s)
         """Receipts of answers to NeMo Gym's servers."""
@@ -167,7 +103,10 @@ class Gateway:
         self.num_answered = 0
         """Requests of sessions, since the start."""
         self._sessions: dict[str, AgentSession] = {}
-        self._waiting: dict[str, set[asyncio.Task[Reply]]] = {}
+        self._waiting: dict[str, set[asyncio.Task[SampledReply]]] = {}
+        self._named = NamedSessions(
+            lambda name: AgentSession(name, "", handlers.sampling, 0, max_model_len, is_named=True)
+        )
 
     def open_session(self, *, sampling: SamplingParams, seed: int) -> AgentSession:
         session = AgentSession(secrets.token_urlsafe(12), secrets.token_urlsafe(32), sampling, seed, self.max_model_len)
@@ -193,107 +132,141 @@ class Gateway:
 
     def app(self) -> Starlette:
         """The routes. `http_gate` has checked the key and read the body."""
-        inside = "/sessions/{session_id}"
-        routes = [Route(path, self._passing_on(path), methods=["POST"]) for path in PASSED_ON]
-        routes += [Route(inside + path, self._answering(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
-        routes += [
-            Route(inside + path, self._passing_on("/tokenize"), methods=["POST"])
-            for path in ("/tokenize", "/v1/tokenize")
-        ]
-        routes += [Route(GYM + path, self._answering_gym(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
-        routes += [
-            Route(GYM + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")
-        ]
-        routes += [Route(prefix + "/v1/models", _models) for prefix in ("", inside, GYM)]
+        inside, routes = "/sessions/{session_id}", list[Route]()
+        for prefix, answer in (
+            ("", self._answer_any),
+            (ONE_ENGINE, self._answer_any),
+            (inside, self._answer_session),
+            (GYM, self._answer_gym),
+        ):
+            routes += [Route(prefix + path, answer, methods=["POST"]) for path in (CHAT, COMPLETIONS)]
+            routes += [Route(prefix + path, self._tokenize, methods=["POST"]) for path in TOKENIZE]
+            routes.append(Route(f"{prefix}/v1/models", self._models))
+        for prefix in ("", ONE_ENGINE):
+            named = f"{prefix}/v1/sessions/{{name}}"
+            routes += [Route(named, self._describe_named), Route(named, self._forget_named, methods=["DELETE"])]
+        routes += [Route(ONE_ENGINE + OPEN_PATH, self._engine_health)]
         routes += [Route(inside, self._describe), Route(OPEN_PATH, self._health)]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
 
-    def _passing_on(self, path: str) -> Callable[[Request], Coroutine[None, None, Response]]:
-        async def pass_on(request: Request) -> Response:
-            body = {name: value for name, value in (await _body(request)).items() if name not in ("model", RECORD)}
-            reply = await _while_connected(request, self.engines.ask(path, body), set())
-            return Response(status_code=499) if reply is None else _response(*reply)
+    async def _answer_any(self, request: Request) -> Response:
+        body = await _body(request)
+        first = request.path_params.get("index")
+        if first is None:
+            body.pop("model", None)
+        name = body.pop("session_id", None) or request.headers.get(SESSION_HEADER)
 
-        return pass_on
+        async def ask(prompt: Prompt, params: Params) -> Answered:
+            return await self.engines.ask(prompt, params, first=first)
 
-    def _answering(self, path: str) -> Callable[[Request], Coroutine[None, None, Response]]:
-        async def answer(request: Request) -> Response:
-            session = self._session(request)
-            body = await _body(request)
-            if (
-                path == COMPLETIONS
-                and isinstance(one := body.get("prompt"), list)
-                and len(one) == 1
-                and isinstance(one[0], str | list)
-            ):
-                body = {**body, "prompt": one[0]}
-            if (
-                path == COMPLETIONS
-                and isinstance(prompt := body.get("prompt"), list)
-                and not all(isinstance(one, int) for one in prompt)
-            ):
-                raise HTTPException(400, "prompt: a session goes on with one prompt; send one request for each")
-            # A session that has ended meanwhile waits for nothing any more.
-            waiting = self._waiting.get(session.session_id, set())
-            reply = await _while_connected(request, self._ask(path, session, body, session.find_prefix), waiting)
-            if session.session_id not in self._sessions:
-                raise HTTPException(
-                    410, f"session {session.session_id} is over: its rollout has ended, or has taken too long"
-                )
-            if reply is None:
-                return Response(status_code=499)
-            status, response = reply
-            return _streamed(response, body) if body.get("stream") and status == 200 else _response(status, response)
+        if name is None:
+            answer = self.handlers.answer(body, ask, is_chat=_is_chat(request))
+        else:
+            if len(name := str(name)) > MAX_SESSION_ID:
+                raise HTTPException(400, f"session_id: {len(name)} characters; it may have {MAX_SESSION_ID}")
+            answer = self._answer_named(body, ask, self._named.opened(name), is_chat=_is_chat(request))
+        return _response(await _while_connected(request, answer, set()))
 
-        return answer
+    async def _answer_named(self, body: Json, ask: Ask, session: AgentSession, *, is_chat: bool) -> SampledReply:
+        body = _with_one_prompt(body)
+        prefix = session.find_prefix(body) if is_chat else None
+        reply = await self._going_on(body, ask, prefix, is_chat=is_chat, in_session=True)
+        session.keep(body, reply)
+        self._named.keep(session)
+        return reply
 
-    def _answering_gym(self, path: str) -> Callable[[Request], Coroutine[None, None, Response]]:
-        async def answer(request: Request) -> Response:
-            body = await _body(request)
-            if (sampling := self.receipts.sampling_of(body)) is None:
-                raise HTTPException(410, "no rollout is under way; the one that asks has ended, or has taken too long")
-            # Of one request, as nobody knows which others its rollout has made.
-            session = AgentSession("", "", sampling, secrets.randbits(63), self.max_model_len)
-            known = self.receipts.find_prefix(body.get("messages"))
-            if known is not None:
-                self.engines.join(session, known[2])
+    async def _going_on(
+        self,
+        body: Json,
+        ask: Ask,
+        prefix: tuple[list[int], int] | None,
+        *,
+        is_chat: bool,
+        in_session: bool = False,
+    ) -> SampledReply:
+        if prefix is not None:
             try:
-                asking = self._ask(
-                    path, session, body | {"return_token_ids": True}, lambda _: None if known is None else known[:2]
-                )
-                reply = await _while_connected(request, asking, set())
-            finally:
-                self.engines.leave(session)
+                return await self.handlers.answer(body, ask, is_chat=is_chat, prefix=prefix, in_session=in_session)
+            except HTTPException as error:
+                # The template may end no message, or the tokens may not fit where the text does.
+                if error.status_code != 400:
+                    raise
+        return await self.handlers.answer(body, ask, is_chat=is_chat, in_session=in_session)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await _body(request)
+        if "index" not in request.path_params:
+            body.pop("model", None)
+        return JSONResponse(await self.handlers.tokenize(body))
+
+    async def _models(self, request: Request) -> Response:
+        name = self.model if "index" in request.path_params else MODEL
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "mrl"}]}
+        )
+
+    async def _describe_named(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if (session := self._named.get(name)) is None:
+            raise HTTPException(404, f"no session {name}: no request had that name, or the gateway forgot it")
+        return JSONResponse({"id": name, "turns": session.turns()})
+
+    async def _forget_named(self, request: Request) -> Response:
+        self._named.forget(request.path_params["name"])
+        return JSONResponse({"id": request.path_params["name"], "deleted": True})
+
+    async def _engine_health(self, request: Request) -> Response:
+        can_sample, version = await self.engines.health(request.path_params["index"])
+        return JSONResponse({"status": "sampling" if can_sample else "waiting", "weight_version": version})
+
+    async def _answer_session(self, request: Request) -> Response:
+        session = self._session(request)
+        body = _with_one_prompt(await _body(request))
+        # A session that has ended meanwhile waits for nothing any more.
+        waiting = self._waiting.get(session.session_id, set())
+        reply = await _while_connected(request, self._ask(request, session, body, session.find_prefix), waiting)
+        if session.session_id not in self._sessions:
+            raise HTTPException(
+                410, f"session {session.session_id} is over: its rollout has ended, or has taken too long"
+            )
+        return _response(reply, body)
+
+    async def _answer_gym(self, request: Request) -> Response:
+        body = _with_one_prompt(await _body(request))
+        if (sampling := self.receipts.sampling_of(body)) is None:
+            raise HTTPException(410, "no rollout is under way; the one that asks has ended, or has taken too long")
+        # Of one request, as nobody knows which others its rollout has made.
+        session = AgentSession("", "", sampling, secrets.randbits(63), self.max_model_len)
+        known = self.receipts.find_prefix(body.get("messages"))
+        if known is not None:
+            self.engines.join(session, known[2])
+        try:
+            prefix = None if known is None else known[:2]
+            asking = self._ask(request, session, body | {"return_token_ids": True}, lambda _: prefix)
+            reply = await _while_connected(request, asking, set())
+        except HTTPException as error:  # NeMo Gym's servers make it an error 500 without a reason
+            logger.warning("Refused to NeMo Gym's servers: %s", error.detail)
+            raise
+        finally:
+            self.engines.leave(session)
             for node in session.tree.nodes:
                 self.receipts.keep(node, session)
-            if reply is None:
-                return Response(status_code=499)
-            status, response = reply
-            if status >= 400:  # of which NeMo Gym's servers make an error 500 without a reason
-                logger.warning("Refused to NeMo Gym's servers: %s", response.get("error"))
-            return _streamed(response, body) if body.get("stream") and status == 200 else _response(status, response)
+        return _response(reply, body)
 
-        return answer
-
-    async def _ask(self, path: str, session: AgentSession, body: Json, find_prefix: FindPrefix) -> Reply:
-        """An engine's answer, which the session keeps. Whoever hangs up before it ends gets none, and none is kept."""
-        request = session.asked(body)
-        prefix = find_prefix(request)
-        known: Json = {} if prefix is None else {PREFIX: prefix[0], PREFIX_MESSAGES: prefix[1]}
-        status, response = await self.engines.ask(path, request | known, session=session)
-        if status == 400 and known:
-            # The template may end no message, or the tokens may not fit where the text does.
-            status, response = await self.engines.ask(path, request, session=session)
-        if status == 200:
-            self.num_answered += 1
-            nodes = session.keep(request, response)
-            _shape(
-                response,
-                nodes,
-                wants_ids=body.get("return_token_ids") is True,
-                wants_logprobs=bool(body.get("logprobs")),
-            )
-        return status, response
+    async def _ask(self, asked: Request, session: AgentSession, body: Json, find_prefix: FindPrefix) -> SampledReply:
+        """An engine's answer, which the session keeps; drops it if the client disconnects."""
+        request, is_chat = session.asked(body), _is_chat(asked)
+        prefix = find_prefix(request) if is_chat else None
+        reply = await self._going_on(request, self.engines.asked_by(session), prefix, is_chat=is_chat)
+        self.num_answered += 1
+        nodes = session.keep(request, reply)
+        _shape(
+            reply.response,
+            nodes,
+            wants_ids=body.get("return_token_ids") is True,
+            wants_logprobs=bool(body.get("logprobs")),
+        )
+        return reply
 
     def _session(self, request: Request) -> AgentSession:
         session_id = request.path_params["session_id"]
@@ -302,28 +275,11 @@ class Gateway:
         return session
 
     async def _describe(self, request: Request) -> Response:
-        tree = self._session(request).tree
-        turns = [
-            {
-                "prompt_token_ids": node.token_ids[: node.length - len(node.answer.token_ids)].tolist(),
-                "token_ids": node.answer.token_ids.tolist(),
-                "logprobs": node.answer.logprobs.tolist(),
-                "finish_reason": node.answer.finish_reason,
-                "weight_version": node.answer.weight_version,
-                "num_weight_versions": node.answer.num_weight_versions,
-                "untrained": node.untrained,
-            }
-            for node in tree.nodes
-            if node.answer is not None
-        ]
-        return JSONResponse({"id": request.path_params["session_id"], "turns": turns})
+        session = self._session(request)
+        return JSONResponse({"id": session.session_id, "turns": session.turns()})
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
-
-
-async def _models(_: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mrl"}]})
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
@@ -348,8 +304,8 @@ async def _body(request: Request) -> Json:
 
 
 async def _while_connected(
-    request: Request, answer: Coroutine[None, None, Reply], waiting: set[asyncio.Task[Reply]]
-) -> Reply | None:
+    request: Request, answer: Coroutine[None, None, SampledReply], waiting: set[asyncio.Task[SampledReply]]
+) -> SampledReply | None:
     """Waits for the answer; None if the client leaves first, or the owner of `waiting` cancels the request."""
     task = asyncio.ensure_future(answer)
     waiting.add(task)
@@ -370,16 +326,33 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def _response(status: int, body: Json) -> Response:
-    error = body.get("error")
-    if status == 200 or not isinstance(error, Mapping):
-        return JSONResponse(body, status_code=status)
-    return openai_error(status, str(error.get("message")), cast("str | int | None", error.get("code")))
+def _response(reply: SampledReply | None, body: Mapping[str, object] | None = None) -> Response:
+    """The answer, as a stream if `body` asks for one; an empty one if nobody waits for it any more."""
+    if reply is None:
+        return Response(status_code=499)
+    if body is not None and body.get("stream"):
+        return _streamed(reply.response, body)
+    return JSONResponse(reply.response)
+
+
+def _is_chat(request: Request) -> bool:
+    return request.url.path.endswith(CHAT)
+
+
+def _with_one_prompt(body: Json) -> Json:
+    """The request of a session, with a prompt that is not in a list. HTTPException: there are several."""
+    prompt = body.get("prompt")
+    if "messages" in body or not isinstance(prompt, list):
+        return body
+    if len(prompt) == 1 and isinstance(prompt[0], str | list):
+        return body | {"prompt": prompt[0]}
+    if not all(isinstance(one, int) for one in prompt):
+        raise HTTPException(400, "prompt: a session goes on with one prompt; send one request for each")
+    return body
 
 
 def _shape(response: Json, nodes: Sequence[TreeNode], *, wants_ids: bool, wants_logprobs: bool) -> None:
-    """Turns an engine's answer into the client's: drops the record, and token ids that it did not ask for."""
-    response.pop(RECORD, None)
+    """Turns an engine's answer into the agent's: drops token ids that it did not ask for."""
     response["model"] = MODEL
     for name in ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"):
         response.pop(name, None)
@@ -397,7 +370,7 @@ def _shape(response: Json, nodes: Sequence[TreeNode], *, wants_ids: bool, wants_
             message["generation_log_probs"] = node.answer.logprobs.tolist()
 
 
-def _streamed(response: Json, body: Json) -> Response:
+def _streamed(response: Json, body: Mapping[str, object]) -> Response:
     """A complete answer as a stream: a chunk for all choices, one for the usage if asked for, and the end mark."""
     is_chat = "messages" in body
     head = {name: response.get(name) for name in ("id", "created", "model")}

@@ -18,6 +18,7 @@ from pathlib import Path
 from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.config.schema.env import NemoGymConfig
 from mrl.config.texts import rounded
+from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import MODEL
 from mrl.rollout.gym import GymServers
 from mrl.rollout.remote import until_readable
@@ -130,7 +131,9 @@ class GymProcess:
         paths = [os.path.abspath(path) if os.path.isfile(path) else path for path in self.section.config_paths]
         words = [program, *arguments, f"+config_paths=[{','.join(paths)}]"]
         variables = {
-            name: value for name, value in os.environ.items() if name not in NOT_THEIRS and not name.startswith("RAY_")
+            name: value
+            for name, value in variables_of_children().items()
+            if name not in NOT_THEIRS and not name.startswith("RAY_")
         }
         variables["PATH"] = os.pathsep.join((os.path.dirname(program), os.environ.get("PATH", "")))
         with self.log_file.open("ab") as log:

@@ -29,8 +29,6 @@ class Asked(BaseModel):
     return_token_ids: bool | None = None
     logprobs: bool | _Count | None = None
     session_id: str | None = None
-    record: bool | None = None
-    required_prefix_messages: _Count | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 

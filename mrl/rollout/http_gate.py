@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits for an engine's HTTP clients: key, sizes and deadlines before bodies are read, then what requests may ask for.
+"""Limits for HTTP clients: key, sizes and deadlines before bodies are read, then what requests may ask for.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`).
 It has no deadline for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the
@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 from mrl.types import SamplingParams
 
 OPEN_PATH = "/health"
-"""The only path that needs no key."""
+"""The only path that needs no key, of the server or of one engine behind it."""
 # Agents keep connections open between their turns, while tools work.
 KEEP_ALIVE_S = 120
 HEADER_S = 10.0
@@ -60,8 +60,6 @@ MAX_CONSTRAINT_CHARACTERS = 64 * 2**10
 # At every token the engine, and training with it, waits until all of them have been looked at: 46 s for 50,000.
 MAX_ALTERNATIVES = 1024
 """Entries of lists, and `|` of patterns and grammars, in a request's constraints."""
-MAX_SESSION_ID = 256
-"""Characters."""
 CHAT_KEY = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 FLAGS = {
     "--enable-auto-tool-choice": f"{CHAT_KEY}.enable_auto_tools=true",
@@ -93,11 +91,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 _Refusal: TypeAlias = tuple[int, str]
 """Status and reason."""
-
-
-def max_body_bytes(max_model_len: int) -> int:
-    """Longest body of a request: the longest prompt, and 1 MiB for tools and schemas."""
-    return SMALL_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
 
 
 def listen(host: str, ports: range) -> socket.socket:
@@ -248,7 +241,7 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
 
     def find_refusal_by_headers(path: str, headers: dict[bytes, bytes], *, is_trusted: bool) -> _Refusal | None:
         length = headers.get(b"content-length")
-        if path == OPEN_PATH:
+        if re.fullmatch(rf"(/engines/\d+)?{OPEN_PATH}", path):
             has_body = length not in (None, b"0") or b"transfer-encoding" in headers
             return (413, f"{OPEN_PATH} takes no body") if has_body else None
         if not is_trusted:
@@ -339,7 +332,7 @@ class Limits:
     """Answers that the engine samples at the same time for requests over HTTP."""
 
 
-def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str | None) -> str:
+def find_refusal(body: Mapping[str, object], limits: Limits) -> str:
     """Reason why the engine cannot answer a request; empty if it can."""
     if excess := find_excess(body, limits):
         return excess
@@ -347,11 +340,6 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
         if body.get(name):
             rule = "there is no beam search, extensions of vLLM take no arguments, and the chat template is the run's"
             return f"{name}: answers are not streamed, {rule}; leave it out"
-    if session_id is not None and len(session_id) > MAX_SESSION_ID:
-        return f"session_id: {len(session_id)} characters; it may have {MAX_SESSION_ID}"
-    prompt = body.get("prompt")
-    if session_id is not None and isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
-        return "prompt: a session goes on with one prompt; send one request for each"
     return ""
 
 

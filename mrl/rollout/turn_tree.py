@@ -17,6 +17,10 @@ from mrl.types import FinishReason, Rollout, RolloutRequest, Turn, UntrainedTurn
 
 NO_ROUTES = "no_routes"
 """Reason not to train a turn: nobody says which experts the tokens before it went through."""
+FORCED = "forced"
+"""Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the
+model alone.
+"""
 ELSEWHERE = "elsewhere"
 
 

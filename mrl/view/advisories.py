@@ -166,7 +166,7 @@ RULES = (
          "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
     Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
          "its reward function fails or times out",
-         "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway.log"),
+         "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway*.log"),
     Advice("router", "look", "unused experts of the worst layer, 3 steps,",
            _mean("train/moe/unused_experts_worst", steps=3), 0.5,
          "the router collapses",

@@ -13,14 +13,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mrl.rollout import http_gate
+from mrl.rollout.agent_session import AgentSession, NamedSessions, SampledReply
 from mrl.rollout.callers import Callers, Question
 from mrl.rollout.http_gate import MAX_ANSWERS, Limits, find_excess, find_refusal
-from mrl.rollout.sessions import Sessions, SessionTurn
+from mrl.rollout.turn_tree import SampledAnswer
+from mrl.types import SamplingParams
 from tests.waiting import HANG_S, SOON_S, wait_until
 
 pytestmark = pytest.mark.attack("a caller of the HTTP endpoint")
@@ -348,27 +351,32 @@ def test_tools_of_which_no_grammar_is_made_may_be_many():
     ids=repr,
 )
 def test_fields_of_other_servers_are_refused(body: dict[str, object]):
-    assert f"{next(iter(body))}: answers are not" in find_refusal(body, LIMITS, session_id=None)
-
-
-def test_names_of_sessions_are_short():
-    assert find_refusal({}, LIMITS, session_id="x" * 256) == ""
-    assert "1000000 characters; it may have 256" in find_refusal({}, LIMITS, session_id="x" * 1_000_000)
+    assert f"{next(iter(body))}: answers are not" in find_refusal(body, LIMITS)
 
 
 @pytest.mark.parametrize("texts", [1, 1_000], ids=["tokens", "texts"])
 def test_sessions_together_have_a_size(texts: int):
     """Turns of 20,000 tokens, or of long conversations, in one session and in many."""
-    sessions = Sessions(max_bytes=10 * 2**20)
-    turn = SessionTurn([7] * 20_000, [1] * 100, [0.0] * 100, "stop", 0, 1, is_continuation=False)
+    sampling = SamplingParams(1.0, 1.0, None, 100, ())
+    sessions = NamedSessions(lambda name: AgentSession(name, "", sampling, 0, 10**6, is_named=True), 10 * 2**20)
     messages = [{"role": "user", "content": "é" * 100}] * texts
-    for index in range(40):
-        sessions.add(f"s{index}", turn, messages)
-    kept = [index for index in range(40) if sessions.describe(f"s{index}") is not None]
-    assert kept and kept == list(range(40 - len(kept), 40)) and len(kept) <= 13  # the last ones, of 0.8 MB each or more
-    for _ in range(40):
-        sessions.add("long", turn, messages)
-    assert len(sessions.describe("long") or ()) <= 13
+    drawn = SampledAnswer(np.full(100, 1, dtype=np.int32), np.zeros(100, dtype=np.float32), "stop", 0)
+
+    def keep(name: str, token_id: int) -> None:
+        session = sessions.opened(name)
+        choice = {"message": {"role": "assistant", "content": "é" * 10_000}}
+        session.keep({"messages": messages}, SampledReply({"choices": [choice]}, [token_id] * 20_000, [drawn]))
+        sessions.keep(session)
+
+    for index in range(200):
+        keep(f"s{index}", 7)
+    kept = [index for index in range(200) if sessions.get(f"s{index}") is not None]
+    # The last ones, of 80 kB and more each.
+    assert kept and kept == list(range(200 - len(kept), 200)) and len(kept) <= 131
+    for index in range(200):
+        keep("long", index)
+    found = sessions.get("long")
+    assert found is None or len(found.tree.nodes) <= 131
 
 
 def test_a_question_that_can_never_have_its_slots_is_refused():

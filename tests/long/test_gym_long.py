@@ -273,14 +273,14 @@ def test_what_a_judge_fails_at_is_no_wrong_answer(live: LiveRun, monkeypatch: py
     )
     # One that does not answer, as one that cannot be reached, which Gym asks without end.
     Judge.goes_on.clear()
-    gateway = live.run.supplier.session.collector.gateway
-    assert gateway is not None
-    gateway.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", 5.0), deadline_s=HANG_S)
+    gateways = live.run.supplier.session.collector.gateways
+    assert gateways is not None
+    gateways.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", 5.0), deadline_s=HANG_S)
     verdicts = judged(live).verdicts
     assert {verdict.status for verdict in verdicts} == {"timeout"} and all(
         "env.agent_timeout_s" in verdict.reason for verdict in verdicts
     )
-    gateway.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", HANG_S), deadline_s=HANG_S)
+    gateways.apply(lambda actor: setattr(actor.runs.runner, "_timeout_s", HANG_S), deadline_s=HANG_S)
     Judge.goes_on.set()
 
 

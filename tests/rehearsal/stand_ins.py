@@ -153,7 +153,7 @@ class EngineStandIn:
         self.shape = shape
         self.weight_version = 0
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object], api_key: str) -> None:
+    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object]) -> None:
         self.num_workers = config.policy.generation.vllm_cfg.tensor_parallel_size
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:

@@ -406,7 +406,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
 
 
 def check_servers(config: RunConfig, problems: Problems) -> None:
-    """Checks that the engines' HTTP servers, if any, find their parsers and ports."""
+    """Checks that the gateway, if there is one, finds its parsers and ports."""
     generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
     if not vllm.expose_http_server:
         return

@@ -193,9 +193,9 @@ class GenerationConfig:
     num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
     port_range_low: Port = 3000
-    """HTTP servers of engines listen at a free port from here to below `port_range_high`."""
+    """The gateway listens at a free port from here to below `port_range_high`."""
     port_range_high: PortEnd = 4999
-    """One past the last port of HTTP servers of engines."""
+    """One past the last port of the gateway."""
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)

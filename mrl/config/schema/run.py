@@ -418,6 +418,13 @@ class RunConfig:
         return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.num_workers
 
     @property
+    def num_rollouts_at_once(self) -> int:
+        """Rollouts of training, or of a validation whose number of rows is known, that may be under way together."""
+        grpo = self.rollouts
+        trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
+        return max(trained, (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt)
+
+    @property
     def engine_limits(self) -> EngineLimits:
         """Limits of an engine, or of each of its groups, as given, else those that its rollouts need.
 
@@ -428,9 +435,7 @@ class RunConfig:
             self.rollouts,
             1 + self.policy.generation.num_proposed_tokens,
         )
-        trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
-        validated = (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt
-        needed = -(-max(trained, validated) // max(1, self.num_engines * vllm.num_groups))
+        needed = -(-self.num_rollouts_at_once // max(1, self.num_engines * vllm.num_groups))
         if vllm.expose_http_server:
             # All may come as requests of agents, which have a share of the engine.
             needed = math.ceil(needed / vllm.http_server_share)

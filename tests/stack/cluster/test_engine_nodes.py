@@ -18,6 +18,7 @@ from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.engines import EngineActor
 from mrl.cluster.environment import engine_variables
 from mrl.cluster.event_loop import tasks_ended
+from mrl.cluster.gateway import start_gateways
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs
@@ -99,8 +100,10 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
         assert engines.call(EngineVerbs.live_digest)[0] == loaded
         (again,) = engines.apply(sample, deadline_s=DEADLINE_S)
         assert differences(together, again) == []
+        gateways = start_gateways(config, placement, engines, log_folder=tmp_path / "logs")
+        assert gateways is not None
         with openai.OpenAI(
-            base_url=engines.base_urls[0], api_key=engines.api_key, max_retries=0, timeout=HANG_S
+            base_url=f"{gateways.urls[0]}/engines/0/v1", api_key=gateways.api_key, max_retries=0, timeout=HANG_S
         ) as client:
             for one in REQUESTS:
                 (choice,) = completion(client, list(one.token_ids), seed=one.seed, max_tokens=16).choices
@@ -120,7 +123,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
         actor = start_actor(
             EngineActor, placement.options(0, engine_variables(alone, {})), tmp_path / "logs/alone.log", {}
         )
-        ray.get(ask(actor, EngineActor.build, alone, (), (), ""), timeout=DEADLINE_S)
+        ray.get(ask(actor, EngineActor.build, alone, (), ()), timeout=DEADLINE_S)
         expected = cast(dict[str, Rollout], ray.get(ask(actor, EngineActor.apply, serve_alone), timeout=DEADLINE_S))
         for key, rollout in together.items():
             assert rollout.token_ids.tolist() == expected[key].token_ids.tolist()

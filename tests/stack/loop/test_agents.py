@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
+from mrl.cluster import scheduling
 from mrl.cluster.payload import pull
 from mrl.envs.endpoints import read_endpoints
 from mrl.loop.run import Step
@@ -23,7 +24,7 @@ from mrl.store.summary import Clock
 from mrl.train import train_step
 from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RunState
 from tests.stack.loop.conftest import LiveRun, live_run
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.long("async")
 
@@ -71,6 +72,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MRL_CACHE", str(folder / "cache"))
         patch.setenv("TRIAL_FOLDER", str(folder))
+        patch.setattr(scheduling, "ROLLOUTS_PER_GATEWAY", 4)  # two gateways for the 8 rollouts of a step
         yield from live_run(
             folder,
             "policy.generation.vllm_cfg.expose_http_server=true",
@@ -188,8 +190,9 @@ def test_agents_that_fail_cost_their_own_rollout(watched: LiveRun):
     verdicts = [verdict for group in sampled(watched, "failing") for verdict in group.verdicts]
     assert {verdict.status for verdict in verdicts} == {"ok", "error"}
     assert {verdict.reason for verdict in verdicts if not verdict.is_valid} == {"RuntimeError: no idea"}
-    log = next((watched.run.folder.path / "logs").glob("exp_*/actors/gateway.log")).read_text()
-    assert "(failing) is not trained: RuntimeError: no idea" in log
+    log = next((watched.run.folder.path / "logs").glob("exp_*/actors/gateway-1.log"))
+    # It comes from the local disk.
+    wait_until(lambda: "(failing) is not trained: RuntimeError: no idea" in log.read_text(), "line in the log")
     # All that ran in the process that died have begun again, and none is counted twice.
     assert sum(verdict.metrics["lost_attempts"] for verdict in verdicts) >= 1
     for env_name, reason in (("lonely", "RuntimeError: never"), ("silent", "sampled nothing")):
@@ -211,10 +214,10 @@ def test_an_agent_at_a_url(watched: LiveRun):
 
 def test_the_gateway_and_an_engine_may_die(watched: LiveRun):
     session = watched.run.supplier.session
-    gateway = session.collector.gateway
-    assert gateway is not None
-    url, published = gateway.url, read_endpoints(session.engines.log_folder / "endpoints.json")
-    assert published.gateway_url == f"{url}/v1"
+    gateways = session.collector.gateways
+    assert gateways is not None and len(gateways.handles) == 2
+    urls, published = gateways.urls, read_endpoints(session.engines.log_folder / "endpoints.json")
+    assert published.gateway_url == f"{urls[0]}/v1" and len(set(urls)) == 2
     headers = {"Authorization": f"Bearer {published.gateway_key}"}
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     assert (
@@ -225,14 +228,19 @@ def test_the_gateway_and_an_engine_may_die(watched: LiveRun):
         turns(pull([i for g in sampled(watched, "busy") for r in g.rollouts for i in r.sequences], timeout_s=HANG_S))
     )
     pids = (
-        gateway.apply(lambda actor: os.getpid(), deadline_s=HANG_S),
+        gateways.apply(lambda actor: os.getpid(), deadline_s=HANG_S),
         session.engines.apply(lambda engine: os.getpid(), deadline_s=HANG_S),
     )
     os.kill(pids[1][0], signal.SIGKILL)
     after_engine = sampled(watched, "busy")
     os.kill(pids[0][0], signal.SIGKILL)
     after_gateway = sampled(watched, "busy")
-    assert gateway.url == url and gateway.book.num_restarts == 1
+    assert gateways.urls == urls and gateways.book.num_restarts == 1
+    # A URL's rollouts are with both gateways, and one that dies leaves the other's alone.
+    before_far = len(Server.rows)
+    os.kill(pids[0][1], signal.SIGKILL)
+    assert all(verdict.status in ("ok", "flagged") for group in sampled(watched, "far") for verdict in group.verdicts)
+    assert gateways.urls == urls and gateways.book.num_restarts == 2 and len(Server.rows) > before_far
     for groups in (after_engine, after_gateway):
         infos = [info for group in groups for rollout in group.rollouts for info in rollout.sequences]
         assert rounded(turns(pull(infos, timeout_s=HANG_S))) == before

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from mrl.cluster import scheduling
 from mrl.envs.endpoints import Endpoints, read_endpoints
 from mrl.envs.task import Task
 from mrl.loop.rollouts import VALIDATION_EPOCH
@@ -58,6 +60,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("served")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MRL_CACHE", str(folder / "cache"))
+        # As on two nodes: a gateway for each engine.
+        patch.setattr(scheduling, "num_gateways", lambda config: 2)
         yield from live_run(folder, "policy.generation.vllm_cfg.expose_http_server=true")
 
 
@@ -67,6 +71,7 @@ def endpoints(live: LiveRun) -> Iterator[Endpoints]:
     assert file.stat().st_mode & 0o777 == 0o600
     found = read_endpoints(file)
     assert len(found.base_urls) == live.run.supplier.session.engines.num_engines == 2
+    assert len({urlsplit(base_url).port for base_url in found.base_urls}) == 2
     live.run.supplier.session.rewards.apply(set_environment, Judge(file))
     yield found
     live.run.supplier.session.rewards.apply(set_environment, CoinToss())

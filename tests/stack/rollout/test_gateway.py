@@ -19,7 +19,8 @@ from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
 from mrl.types import Prompt, Rollout, SamplingParams, hashed_seed
 from tests.rollouts import StartEngine, request, run
 from tests.stack.loop.conftest import write_inputs
-from tests.unit.rollout.gateways import ENGINE_KEY, Running
+from tests.stack.rollout.served import gateway_of
+from tests.unit.rollout.gateways import Running
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -53,14 +54,10 @@ def runner(engine: Engine, running: Running) -> AgentRunner:
 
 @pytest.fixture(scope="module")
 def running(engine: Engine) -> Running:
-    from mrl.rollout.http_server import start_server
-
     folder = Path(engine.llm.model_config.model).parent
     words = [*json.loads((folder / "overrides.json").read_text()), "policy.generation.vllm_cfg.max_num_seqs=128"]
     policy = load_config("grpo_tiny.yaml", words).policy
-    running = Running()
-    running.use(start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None))
-    return running
+    return gateway_of(engine, policy)
 
 
 def test_ids_trained_are_ids_sampled_once_each(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI-compatible server in front of a real engine, asked by OpenAI's client; this thread steps the engine."""
+"""The gateway in front of a real engine, asked for it by OpenAI's client; this thread steps the engine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ import openai
 import pytest
 
 from mrl.config.load import load_config
-from mrl.types import Rollout
+from mrl.rollout.agent_session import AgentSession
+from mrl.types import Rollout, hashed_seed
 from tests.rollouts import StartEngine, differences, random_requests, request, run
 from tests.stack.loop.conftest import write_inputs
+from tests.stack.rollout.served import engine_url, gateway_of
 from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
+from tests.unit.rollout.gateways import RUN_KEY, SAMPLING, Running
 from tests.waiting import HANG_S, SOON_S
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
 
-KEY = "the-key-of-this-run"
+KEY = RUN_KEY
 TIMEOUT_S = HANG_S
 Answer = TypeVar("Answer")
 TOOL = {
@@ -55,14 +58,17 @@ def engine(start_engine: StartEngine, folder: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def base_url(engine: Engine, folder: Path) -> str:
-    from mrl.rollout.http_server import start_server
-
+def running(engine: Engine, folder: Path) -> Running:
     vllm_cfg = "policy.generation.vllm_cfg"
     chat = f"{vllm_cfg}.http_server_serving_chat_kwargs"
     words = [f"{vllm_cfg}.max_num_seqs=128", f"{chat}.enable_auto_tools=true", f"{chat}.tool_parser=qwen3_coder"]
     config = load_config("grpo_tiny.yaml", [*json.loads((folder / "overrides.json").read_text()), *words])
-    return start_server(engine, config.policy, host="127.0.0.1", api_key=KEY, wake=lambda: None)
+    return gateway_of(engine, config.policy)
+
+
+@pytest.fixture(scope="module")
+def base_url(running: Running) -> str:
+    return engine_url(running)
 
 
 @pytest.fixture
@@ -145,17 +151,20 @@ def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": "3"})
 
 
-def test_strict_tools_force_no_token(engine: Engine, client: openai.OpenAI):
+def test_strict_tools_force_no_token(engine: Engine, running: Running):
     """All rows of NeMo Gym have strict tools: what a grammar forced could not be trained on."""
     strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
-    body = {"tools": [strict], "parallel_tool_calls": False, "max_completion_tokens": 4, "extra_body": {"record": True}}
-    (answer,) = served(engine, lambda: chat(client, [{"role": "user", "content": "2+3"}], **body))
-    assert answer.model_extra["record"]["is_forced"] is False
+    with running.session() as session, agent(running, session) as client:
+        body = {"tools": [strict], "parallel_tool_calls": False, "max_completion_tokens": 4}
+        served(engine, lambda: chat(client, [{"role": "user", "content": "2+3"}], **body))
+        assert [node.untrained for node in session.tree.nodes] == [""]
+
+
+def agent(running: Running, session: AgentSession) -> openai.OpenAI:
+    return openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=TIMEOUT_S)
 
 
 def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: Path):
-    from mrl.rollout.http_server import start_server
-
     policy = load_config("grpo_tiny.yaml", json.loads((folder / "overrides.json").read_text())).policy
     served_chat = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     served_chat.chat_template = (
@@ -163,9 +172,7 @@ def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: 
     )
     policy.tokenizer.template_date = "2024-02-29"
     served_chat.default_chat_template_kwargs = {"mark": "!"}
-    url = (
-        start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None).removesuffix("/v1") + "/tokenize"
-    )
+    url = engine_url(gateway_of(engine, policy)).removesuffix("/v1") + "/tokenize"
     asked = {"messages": [{"role": "user", "content": "hi"}]}
     for values, expected in (({}, b"hi!2024"), ({"chat_template_kwargs": {"mark": "?"}}, b"hi?2024")):
         answer = httpx.post(url, json=asked | values, headers={"Authorization": f"Bearer {KEY}"})
@@ -198,34 +205,26 @@ def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, cli
     assert turns[1]["logprobs"] == alone.generator_logprobs.tolist()
 
 
-def test_a_record_says_tokens_and_what_a_grammar_chose(engine: Engine, client: openai.OpenAI):
-    messages = [{"role": "user", "content": "hello"}]
-    recorded = {"record": True, "return_token_ids": True}
-    free, forced = served(
-        engine,
-        lambda: chat(client, messages, n=2, seed=1, max_completion_tokens=8, extra_body=recorded),
-        lambda: chat(
-            client,
-            messages,
-            max_completion_tokens=8,
-            extra_body=recorded | {"structured_outputs": {"choice": ["yes", "no"]}},
-        ),
-    )
-    for answer, is_forced in ((free, False), (forced, True)):
-        record = answer.record
-        assert (record["prompt_token_ids"], record["is_forced"], record["weight_version"]) == (
-            answer.prompt_token_ids,
-            is_forced,
-            0,
-        )
-        assert [one["token_ids"] for one in record["answers"]] == [choice.token_ids for choice in answer.choices]
-    asked = dataclasses.replace(request(free.prompt_token_ids, max_new_tokens=8, stop_token_ids=(258,)), seed=1)
-    (single,) = served(engine, lambda: chat(client, messages, seed=1, max_completion_tokens=8, extra_body=recorded))
-    alone = run(engine, [asked])[asked.request_id]
-    assert single.record["answers"][0]["logprobs"] == alone.generator_logprobs.tolist()
+def test_a_session_keeps_tokens_and_what_a_grammar_chose(engine: Engine, running: Running):
+    messages, ids = [{"role": "user", "content": "hello"}], {"return_token_ids": True}
+    as_asked = dataclasses.replace(SAMPLING, temperature=1.0)
+    with running.session(as_asked) as session, agent(running, session) as client:
+        (free,) = served(engine, lambda: chat(client, messages, n=2, max_completion_tokens=8, extra_body=ids))
+        forced = ids | {"structured_outputs": {"choice": ["yes", "no"]}}
+        (chosen,) = served(engine, lambda: chat(client, messages, max_completion_tokens=8, extra_body=forced))
+        (single,) = served(engine, lambda: chat(client, messages, max_completion_tokens=8, extra_body=ids))
+        nodes = session.tree.nodes
+    assert [node.untrained for node in nodes] == ["", "", "forced", ""]
+    told = [[*answer.prompt_token_ids, *one.token_ids] for answer in (free, chosen, single) for one in answer.choices]
+    assert [node.token_ids.tolist() for node in nodes] == told
+    sampled = request(single.prompt_token_ids, max_new_tokens=8, stop_token_ids=(2,))
+    alone = run(engine, [dataclasses.replace(sampled, seed=hashed_seed("7/2"))])[sampled.request_id]
+    assert nodes[-1].answer is not None
+    assert nodes[-1].answer.token_ids.tolist() == alone.token_ids.tolist()
+    assert nodes[-1].answer.logprobs.tolist() == alone.generator_logprobs.tolist()
 
 
-def test_known_tokens_may_end_before_the_last_answer(engine: Engine, client: openai.OpenAI):
+def test_known_tokens_may_end_before_the_last_answer(engine: Engine, running: Running):
     """An answer that another model gave is tokenised behind those that are known."""
     messages: list = [
         {"role": "user", "content": "hello"},
@@ -233,10 +232,13 @@ def test_known_tokens_may_end_before_the_last_answer(engine: Engine, client: ope
         {"role": "user", "content": "a"},
     ]
     messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    known = {"required_prefix_token_ids": [5, 6, 7], "required_prefix_messages": 2, "return_token_ids": True}
-    (answer,) = served(engine, lambda: chat(client, messages, max_completion_tokens=2, extra_body=known))
+    gateway, body = running.gateway, {"messages": messages, "max_completion_tokens": 2}
+    (reply,) = served(
+        engine,
+        lambda: running.run(gateway.handlers.answer(body, gateway.engines.ask, is_chat=True, prefix=([5, 6, 7], 2))),
+    )
     user, assistant, end = 260, 261, 258
-    assert answer.prompt_token_ids == [5, 6, 7, end, user, *b"a", assistant, *b"b", end, user, *b"c", assistant]
+    assert reply.prompt_ids == [5, 6, 7, end, user, *b"a", assistant, *b"b", end, user, *b"c", assistant]
 
 
 def test_unknown_routes_are_openais_errors(client: openai.OpenAI):
@@ -321,7 +323,7 @@ def test_every_field_of_a_wrong_type_is_named(engine: Engine, base_url: str):
         ("/tokenize", TokenizeChatRequest, said),
         ("/tokenize", TokenizeCompletionRequest, {"prompt": "a"}),
     ]
-    own = ("session_id", "record", "required_prefix_token_ids", "required_prefix_messages")
+    own = ("session_id", "required_prefix_token_ids")
     parts = ("role", "content", "tool_calls", "name", "tool_call_id", "prompt_token_ids")
     bodies = [
         (path, kind, name, base | {name: value})
@@ -416,6 +418,26 @@ def test_whoever_hangs_up_is_forgotten(engine: Engine, client: openai.OpenAI):
             break
         engine.step()
     assert not engine.callers.are_waiting and not engine.llm.has_unfinished_requests()
+
+
+def test_who_hangs_up_in_a_conversation_is_not_asked_for_again(engine: Engine, running: Running):
+    """vLLM makes an error of a cancelled request; a conversation would be sampled again as text."""
+    said: list = [{"role": "user", "content": "hello"}]
+    with running.session() as session, agent(running, session) as client:
+        (first,) = served(engine, lambda: chat(client, said, max_completion_tokens=4))
+        said += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+        with ThreadPoolExecutor(1) as thread:
+            hasty = client.with_options(timeout=SOON_S)
+            future = thread.submit(chat, hasty, said, max_completion_tokens=100)
+            while not engine.callers.are_waiting:
+                pass
+            with pytest.raises(openai.APITimeoutError):
+                future.result()
+        while engine.callers.are_waiting:
+            engine.step()
+        # Whatever the gateway had begun for that request is over when it answers another one.
+        served(engine, lambda: chat(client, said, max_completion_tokens=4))
+        assert len(session.tree.nodes) == 2 and session.num_asked == 3
 
 
 def test_requests_wait_for_the_next_weights(engine: Engine, client: openai.OpenAI):

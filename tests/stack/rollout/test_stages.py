@@ -23,11 +23,12 @@ from mrl.refit.checksum import digest
 from mrl.types import Rollout, RolloutRequest
 from tests import models
 from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, run
+from tests.stack.rollout.served import engine_url, gateway_of
 from tests.stack.rollout.test_http import TIMEOUT_S, chat, completion, served
 from tests.stack.rollout.test_plan import CPU_BLOCK
 from tests.stack.rollout.trainer import Trainer, expected_tensors, refit
 from tests.stack.rollout.witness import GROUPS, PP2
-from tests.unit.rollout.gateways import ENGINE_KEY, RUN_KEY, Running
+from tests.unit.rollout.gateways import RUN_KEY, Running
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     alone = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS)
     from vllm.v1.engine.core_client import InprocClient
-
-    from mrl.rollout.http_server import start_server
 
     trainer = Trainer(loaded)
     alone.enter("load")
@@ -79,15 +78,15 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
         rollouts = run(engine, arrivals)
         assert differences(rollouts, {key: expected[1][key] for key in rollouts}) == []
     policy = load_config("grpo_tiny.yaml", [f"policy.model_name={loaded}"]).policy
-    url = start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None)
-    check_answers(engine, url, expected[1])
+    gateway = gateway_of(engine, policy)
+    check_answers(engine, gateway, expected[1])
 
     assert isinstance(engine.llm.engine_core, InprocClient)
     core = engine.llm.engine_core.engine_core
     # Dropped while passes are under way; a second time the next weights come.
     for hangs_up in (False, True):
         engine.add(REQUESTS)
-        line = ask(engine, url, REQUESTS[0])
+        line = ask(engine, gateway, REQUESTS[0])
         for _ in range(6):
             engine.step()
         # Stages have several passes under way.
@@ -137,12 +136,10 @@ def runs_alone(worker: Any) -> bool:
     return worker.execute_model(SchedulerOutput.make_empty()).req_ids == []
 
 
-def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
-    """Asks for some rollouts over HTTP beside the others: engine and gateway, and for a chat that a grammar chooses."""
-    gateway = Running()
-    gateway.use(url)
-    places = (url, ENGINE_KEY), (f"{gateway.url}/v1", RUN_KEY)
-    clients = [openai.OpenAI(base_url=place, api_key=key, max_retries=0, timeout=TIMEOUT_S) for place, key in places]
+def check_answers(engine: Engine, gateway: Running, expected: Mapping[str, Rollout]) -> None:
+    """Asks for some rollouts over HTTP beside the others, by two routes, and for a chat that a grammar chooses."""
+    places = engine_url(gateway), f"{gateway.url}/v1"
+    clients = [openai.OpenAI(base_url=place, api_key=RUN_KEY, max_retries=0, timeout=TIMEOUT_S) for place in places]
     calls: list[Callable[[], Any]] = [
         lambda one=one, client=client: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16)
         for one, client in zip(REQUESTS[:4], 2 * clients, strict=True)
@@ -154,14 +151,13 @@ def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> 
             clients[0],
             [{"role": "user", "content": "hello"}],
             max_completion_tokens=8,
-            extra_body={"structured_outputs": {"choice": choice}, "record": True},
+            extra_body={"structured_outputs": {"choice": choice}},
         )
         for choice in choices
     ]
     beside: dict[str, Rollout] = {}
     engine.add(REQUESTS[4:])
     *answers, first, second = served(engine, *calls, beside=beside)
-    gateway.stop()
     beside |= run(engine, ())
     assert differences(beside, {one.request_id: expected[one.request_id] for one in REQUESTS[4:]}) == []
     for one, answer in zip(REQUESTS[:4], answers, strict=True):
@@ -169,19 +165,19 @@ def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> 
         assert (choice.token_ids, answer.weight_version) == (rollout.token_ids.tolist(), 1)
         assert choice.logprobs.token_logprobs == rollout.generator_logprobs.tolist()
     for chosen, choice in zip((first, second), choices, strict=True):
-        assert chosen.record["is_forced"] and chosen.choices[0].message.content in choice
+        assert chosen.choices[0].message.content in choice
 
 
-def ask(engine: Engine, url: str, one: RolloutRequest) -> http.client.HTTPConnection:
+def ask(engine: Engine, gateway: Running, one: RolloutRequest) -> http.client.HTTPConnection:
     """A connection on which the engine owes a long answer."""
-    address = urlsplit(url)
+    address = urlsplit(engine_url(gateway))
     line = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT_S)
     body = {"prompt": list(one.token_ids), "max_tokens": 150, "ignore_eos": True}
     line.request(
         "POST",
         f"{address.path}/completions",
         json.dumps(body),
-        {"Authorization": f"Bearer {ENGINE_KEY}", "Content-Type": "application/json"},
+        {"Authorization": f"Bearer {RUN_KEY}", "Content-Type": "application/json"},
     )
     wait_until(lambda: engine.callers.are_waiting, "question over HTTP")
     return line

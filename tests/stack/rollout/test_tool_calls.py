@@ -67,7 +67,7 @@ def test_the_parser_of_a_format_reads_its_call(name: str, tokenizer: TokenizerLi
     """The parser that a chat template with these marks gets from `mrl.config.parsers`."""
     from vllm.tokenizers import get_tokenizer
 
-    from mrl.rollout.http_server import check_tool_parser
+    from mrl.rollout.serving import check_tool_parser
 
     if name in NEEDED:
         with pytest.raises(RuntimeError, match=f"tool_parser={name} does not work"):

@@ -202,3 +202,24 @@ async def test_an_error_of_the_work_reaches_who_takes_answers():
     work.begin(fail())
     with pytest.raises(KeyError, match="no such environment"):
         await work.take(HANG_S, gather_s=HANG_S)
+
+
+@as_story
+async def test_a_request_may_name_the_actors_that_can_answer_it():
+    engines = Engines(3)
+    for index in range(3):
+        engines.book.begin(index)
+
+    async def one(name: str, among: tuple[int, ...]) -> None:
+        engines.answers[name] = await engines.book.ask(request(name).request_id, request(name), among)
+
+    for name, among in (("a", (2,)), ("b", (2,)), ("c", (1, 2)), ("d", (1, 2)), ("e", (0,))):
+        asyncio.ensure_future(one(name, among))
+    await settled()
+    assert sorted(engines.sent) == [(0, ["e"]), (1, ["c", "d"]), (2, ["a", "b"])]
+    # One that dies gets its own again.
+    await engines.die(2)
+    engines.book.end(2, Path("engine.log"))
+    engines.book.begin(2)
+    await settled()
+    assert engines.sent[-1] == (2, ["a", "b"])

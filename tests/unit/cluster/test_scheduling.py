@@ -8,10 +8,13 @@ from mrl.cluster.scheduling import (
     engine_slots,
     find_uneven_engine,
     lost_engine,
+    num_gateways,
     share_of_cores,
     slot_table,
     until_no_engine_dies,
 )
+from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.env import EnvConfig, OwnEnvConfig
 from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
@@ -153,3 +156,20 @@ def test_the_death_of_another_actor_is_not_an_engines(actor: object):
     with pytest.raises(ActorLost):
         lost_engine(death)
     assert lost_engine(lost(3)) == 3
+
+
+def test_a_gateway_for_each_node_and_for_many_agents():
+    def count(*, nodes: int = 1, prompts: int = 8, **env: object) -> int:
+        generation = GenerationConfig(num_cpu_engines=4, vllm_cfg=VllmConfig(expose_http_server=True))
+        grpo = GrpoConfig(num_prompts_per_step=prompts, num_generations_per_prompt=16)
+        policy, cluster = PolicyConfig(generation=generation), ClusterConfig(num_nodes=nodes, cpu_units_per_node=4)
+        section = EnvConfig(own=OwnEnvConfig(agents=env.pop("agents", {}), num_workers=env.pop("workers", 1)), **env)  # pyright: ignore[reportArgumentType]
+        return num_gateways(RunConfig(policy=policy, cluster=cluster, grpo=grpo, env=section))
+
+    assert count() == 1
+    assert count(nodes=2) == 2 and count(nodes=8) == 4  # one for each node, as far as there are engines
+    far = {"far": "http://127.0.0.1:1/"}
+    assert count(prompts=32, remote=far) == 1 and count(prompts=33, remote=far) == 2 and count(prompts=33) == 1
+    own = {"one": "package.module:agent"}
+    assert count(prompts=128, agents=own) == 1 and count(prompts=128, agents=own, workers=3) == 3
+    assert num_gateways(RunConfig()) == 0

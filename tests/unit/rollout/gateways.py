@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway in a thread, and engines behind it that answer by rule, over real sockets."""
+"""A gateway in a thread, over real sockets, and engines behind it that answer by rule."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.exceptions import HTTPException
 
 from mrl.rollout import http_gate
-from mrl.rollout.agent_session import AgentSession, write_routes
-from mrl.rollout.gateway import EngineServers, Gateway
+from mrl.rollout.agent_session import AgentSession, SampledReply
+from mrl.rollout.engine_lines import EngineLines, EngineLost
+from mrl.rollout.gateway import Gateway
+from mrl.rollout.turn_tree import FORCED, SampledAnswer
 from mrl.types import SamplingParams
 from tests.waiting import HANG_S
 
-ENGINE_KEY, RUN_KEY = "the-key-of-the-engines", "the-key-of-the-run"
+RUN_KEY = "the-key-of-the-run"
 SAMPLING = SamplingParams(temperature=0.9, top_p=1.0, top_k=None, max_new_tokens=64, stop_token_ids=(2,))
 END = 2
 CONTEXT = 400
@@ -35,63 +34,81 @@ class FakeEngine:
     """Reads text as bytes, ends each message with `END`; answers `n` times with the number of its requests so far."""
 
     asked: list[dict] = field(default_factory=list)
+    """Bodies, with `prefix`, the tokens that a prompt begins with and their number of messages."""
     released: threading.Event = field(default_factory=threading.Event)
     """Answers wait for it."""
     weight_version: int = 3
     keeps_routes: bool = False
     """True: a token's experts are its place, and the number of the request."""
+    is_dead: bool = False
+    num_withdrawn: int = 0
 
     def __post_init__(self) -> None:
         self.released.set()
-        listener = socket.create_server(("127.0.0.1", 0))
-        routes = [
-            Route(path, self.answer, methods=["POST"])
-            for path in ("/v1/chat/completions", "/v1/completions", "/tokenize")
-        ]
-        http_gate.start(Starlette(routes=routes), listener, api_key=ENGINE_KEY, max_body=10**7)
-        self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
-    async def answer(self, request: Request) -> JSONResponse:
-        body = await request.json()
+    async def health(self) -> tuple[bool, int | None]:
+        if self.is_dead:
+            raise EngineLost("it died")
+        return self.released.is_set(), self.weight_version
+
+    async def ask(self, prompt: Any, params: Any) -> Any:
+        """Answers a request of `FakeHandlers`, whose prompts are bodies."""
+        body: dict = prompt
+        if self.is_dead:
+            raise EngineLost("it died")
         self.asked.append(body)
         number = len(self.asked)
-        await asyncio.to_thread(self.released.wait, HANG_S)
+        try:
+            while not self.released.is_set():
+                await asyncio.sleep(0.01)
+                if self.is_dead:
+                    raise EngineLost("it died")
+        except asyncio.CancelledError:
+            self.num_withdrawn += 1
+            raise
+        known_ids, known = body.get("prefix") or ((), 0)
         if "messages" not in body:
             prompt_ids = list(body["prompt"].encode())
         else:
-            messages = body["messages"]
-            known = body.get("required_prefix_messages", 0)
-            prompt_ids = [*body.get("required_prefix_token_ids", ())]
+            prompt_ids = [*known_ids]
             prompt_ids += [
-                token for message in messages[known:] for token in (*str(message.get("content")).encode(), END)
+                token for message in body["messages"][known:] for token in (*str(message.get("content")).encode(), END)
             ]
         if len(prompt_ids) > CONTEXT:
-            return http_gate.openai_error(400, f"This model's maximum context length is {CONTEXT} tokens.")
+            raise HTTPException(400, f"This model's maximum context length is {CONTEXT} tokens.")
         # Tokens that no tokenizer would make of the text.
-        reason = "length" if body.get("max_tokens") == 3 or len(prompt_ids) + 3 >= CONTEXT else "stop"
-        drawn: dict[str, Any] = {"logprobs": [-0.25, -0.5, -0.75], "finish_reason": reason}
-        answers = [drawn | {"token_ids": [900 + number, 800 + index, END]} for index in range(body.get("n", 1))]
-        versions = {"weight_version": self.weight_version, "num_weight_versions": 1}
-        record = {"prompt_token_ids": prompt_ids, "answers": answers} | versions
-        record["is_forced"] = body.get("tool_choice") == "required"
-        for answer in answers if self.keeps_routes else ():
-            start = max(0, len(body.get("required_prefix_token_ids", ())) - 1)
-            places = np.arange(start, len(prompt_ids) + 2, dtype=np.uint16)
-            answer["routes"] = write_routes(np.stack([places, np.full_like(places, number)], axis=1)[:, None], start)
+        is_cut = body.get("max_tokens") == 3 or len(prompt_ids) + 3 >= CONTEXT
+        answers = [self.answer(body, number, index, len(prompt_ids), is_cut) for index in range(body.get("n", 1))]
         choices = [self.choice(body, number, index) for index in range(len(answers))]
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 3, "total_tokens": len(prompt_ids) + 3}
-        kind = "chat.completion" if "messages" in body else "text_completion"
-        return JSONResponse(
-            {
-                "id": f"x{number}",
-                "object": kind,
-                "created": 1,
-                "model": "m",
-                "choices": choices,
-                "usage": usage,
-                "record": record,
-            }
-            | versions
+        response = {
+            "id": f"x{number}",
+            "object": "chat.completion" if "messages" in body else "text_completion",
+            "created": 1,
+            "model": "m",
+            "choices": choices,
+            "usage": usage,
+            "weight_version": self.weight_version,
+            "num_weight_versions": 1,
+        }
+        return SampledReply(response, prompt_ids, answers)
+
+    def answer(self, body: dict, number: int, index: int, num_prompt: int, is_cut: bool) -> SampledAnswer:
+        start, routes = 0, None
+        if self.keeps_routes:
+            known_ids, _ = body.get("prefix") or ((), 0)
+            start = max(0, len(known_ids) - 1)
+            places = np.arange(start, num_prompt + 2, dtype=np.uint16)
+            routes = np.stack([places, np.full_like(places, number)], axis=1)[:, None]
+        return SampledAnswer(
+            np.array([900 + number, 800 + index, END], dtype=np.int32),
+            np.array([-0.25, -0.5, -0.75], dtype=np.float32),
+            "length" if is_cut else "stop",
+            self.weight_version,
+            1,
+            FORCED if body.get("tool_choice") == "required" else "",
+            routes,
+            start,
         )
 
     def choice(self, body: dict, number: int, index: int) -> dict:
@@ -110,12 +127,26 @@ class FakeEngine:
         }
 
 
+class FakeHandlers:
+    """Hands bodies to engines as they are."""
+
+    sampling = SAMPLING
+
+    async def answer(
+        self, body: dict, ask: Any, *, is_chat: bool, prefix: Any = None, in_session: bool = False
+    ) -> SampledReply:
+        return await ask(body | ({} if prefix is None else {"prefix": prefix}), None)
+
+    async def tokenize(self, body: dict) -> dict:
+        return {"tokens": list(str(body.get("prompt")).encode())}
+
+
 class Running:
     """A gateway in its thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, handlers: Any = None) -> None:
         self.loop = asyncio.new_event_loop()
-        self.gateway = Gateway(EngineServers(ENGINE_KEY), api_key=RUN_KEY, max_model_len=CONTEXT)
+        self.gateway = Gateway(EngineLines(), handlers or FakeHandlers(), api_key=RUN_KEY, max_model_len=CONTEXT)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = http_gate.make_server(
@@ -136,13 +167,10 @@ class Running:
     def stop(self) -> None:
         self._server.should_exit = True
         self._serving.result(HANG_S)
-        if (client := self.gateway.engines._client) is not None:
-            self.run(client.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def use(self, *engines: FakeEngine | str) -> None:
-        addresses = [engine if isinstance(engine, str) else engine.base_url for engine in engines]
-        self.call(lambda: self.gateway.engines.set_addresses(addresses))
+    def use(self, *engines: Any) -> None:
+        self.call(lambda: self.gateway.engines.set(engines))
 
     @contextmanager
     def session(self, sampling: SamplingParams = SAMPLING, seed: int = 7) -> Iterator[AgentSession]:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from mrl.rollout import gateway as gateway_module
-from mrl.rollout.agent_session import AgentSession
+from mrl.rollout import agent_session, engine_lines
+from mrl.rollout.agent_session import AgentSession, NamedSessions
 from tests.rollouts import request
-from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
+from tests.unit.rollout.gateways import CONTEXT, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S, wait_until
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -33,7 +31,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def engine(running: Running, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    monkeypatch.setattr(gateway_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(engine_lines, "RETRY_S", 0.01)
     engine = FakeEngine()
     running.use(engine)
     return engine
@@ -70,7 +68,7 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(
     first = chat(client, "hi")
     said = first.choices[0].message
     chat(client, "hi", {"role": "assistant", "content": said.content}, "and?")
-    assert engine.asked[1]["required_prefix_token_ids"] == [*b"hi", 2, 901, 800, 2]
+    assert engine.asked[1]["prefix"][0] == [*b"hi", 2, 901, 800, 2]
     (sequence,) = session.tree.sequences(request([1]))
     assert (list(sequence.request.token_ids), sequence.token_ids.tolist()) == (
         [*b"hi", 2],
@@ -121,7 +119,7 @@ def test_branches_rewrites_and_other_tools_are_told_apart(
         client, "hi", said, "d", {"role": "assistant", "content": "of another model"}, "e"
     )  # goes on behind the last known one
     chat(client, "hi", said, "f", tools=[TOOL])  # the template writes tools in front
-    prefixes = [asked.get("required_prefix_messages", 0) for asked in engine.asked]
+    prefixes = [asked.get("prefix", ((), 0))[1] for asked in engine.asked]
     assert prefixes == [0, 2, 2, 0, 0, 2, 0]
     sequences = session.tree.sequences(request([1]))
     assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 1, 1, 1, 2]
@@ -136,7 +134,7 @@ def test_several_answers_are_branches_and_each_may_go_on(
 ):
     first = chat(client, "hi", n=3)
     chat(client, "hi", {"role": "assistant", "content": first.choices[1].message.content}, "and?")
-    assert engine.asked[1]["required_prefix_token_ids"][-3:] == [901, 801, 2]
+    assert engine.asked[1]["prefix"][0][-3:] == [901, 801, 2]
     assert [len(messages) for messages in session.heard.shown()] == [2, 4, 2]
     assert sorted(len(sequence.turns) for sequence in session.tree.sequences(request([1]))) == [1, 1, 2]
 
@@ -190,7 +188,7 @@ def test_token_ids_stand_on_the_message_and_may_come_back(
     assert message.generation_token_ids == [902, 800, 2] and message.generation_log_probs == [-0.25, -0.5, -0.75]
     assert message.prompt_token_ids == [*b"hi", 2]
     chat(client, "hi", message.model_dump(), "and?")
-    assert engine.asked[-1]["required_prefix_token_ids"][-3:] == [902, 800, 2]
+    assert engine.asked[-1]["prefix"][0][-3:] == [902, 800, 2]
     assert not any("generation_token_ids" in one for one in engine.asked[-1]["messages"])
 
 
@@ -223,10 +221,9 @@ def test_keys_open_their_own_door_alone(running: Running, engine: FakeEngine, se
         def status(key: str, url: str = url) -> int:
             return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}).status_code
 
-        assert [status(key) for key in (session.key, RUN_KEY, other.key, ENGINE_KEY, "guessed")] == [
+        assert [status(key) for key in (session.key, RUN_KEY, other.key, "guessed")] == [
             200,
             200,
-            401,
             401,
             401,
         ]
@@ -240,20 +237,14 @@ def test_another_engine_goes_on_after_a_death(
     running: Running, engine: FakeEngine, session: AgentSession, client: openai.OpenAI
 ):
     said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
-    with socket.create_server(("127.0.0.1", 0)) as dying:
-
-        def die() -> None:
-            connection, _ = dying.accept()
-            connection.recv(1000)
-            connection.close()
-
-        thread = threading.Thread(target=die)
-        thread.start()
-        other = FakeEngine()
-        # The session's engine takes the request, and dies of it.
-        running.use(f"http://127.0.0.1:{dying.getsockname()[1]}/v1", other)
-        chat(client, "hi", said, "and?")
-        thread.join(HANG_S)
+    dying, other = FakeEngine(), FakeEngine()
+    dying.released.clear()
+    running.use(dying, other)
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(chat, client, "hi", said, "and?")
+        wait_until(lambda: len(dying.asked) == 1, what="the session's engine takes the request")
+        dying.is_dead = True
+        future.result(HANG_S)
     assert running.gateway.engines.unreachable == {0} and session.engines == [0, 1]
     (sequence,) = session.tree.sequences(request([1]))
     assert sequence.token_ids.tolist() == [901, 800, 2, *b"and?", 2, 901, 800, 2] and len(sequence.turns) == 2
@@ -261,9 +252,7 @@ def test_another_engine_goes_on_after_a_death(
 
 
 def test_requests_wait_while_there_is_no_engine(running: Running, engine: FakeEngine, client: openai.OpenAI):
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"http://127.0.0.1:{gone.getsockname()[1]}/v1"
-    running.use(address)
+    running.use(FakeEngine(is_dead=True))
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(chat, client, "hi")
         wait_until(lambda: running.gateway.engines.unreachable == {0}, what="a request finds no engine")
@@ -307,6 +296,62 @@ def test_who_hangs_up_or_is_over_leaves_nothing(running: Running, engine: FakeEn
             future.result(HANG_S)
     engine.released.set()
     assert session.tree.nodes == []
+
+
+def test_a_client_that_wants_one_engine_names_its_index(running: Running, engine: FakeEngine):
+    running.use(engine, other := FakeEngine(weight_version=4))
+    headers = {"Authorization": f"Bearer {RUN_KEY}"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with httpx.Client(base_url=running.url, headers=headers, timeout=HANG_S) as plain:
+        for index in (1, 0, 1):
+            assert plain.post(f"/engines/{index}/v1/chat/completions", json=body).json()["weight_version"] == 3 + index
+        assert [len(engine.asked), len(other.asked)] == [1, 2]
+        del plain.headers["Authorization"]
+        assert plain.get("/engines/1/health").json() == {"status": "sampling", "weight_version": 4}
+        assert plain.get("/engines/2/health").status_code == 404
+        assert plain.post("/engines/1/v1/chat/completions", json=body).status_code == 401
+        assert plain.get("/engines/1/v1/health").status_code == 401
+        other.is_dead = True
+        assert plain.get("/engines/1/health").status_code == 503
+
+
+def test_a_session_that_a_client_names_goes_on_and_is_told(running: Running, engine: FakeEngine):
+    with httpx.Client(base_url=f"{running.url}/v1", headers={"Authorization": f"Bearer {RUN_KEY}"}) as plain:
+
+        def said(*messages: str, **body: object) -> httpx.Response:
+            roles = ["user", "assistant"] * 2
+            told = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)]
+            return plain.post("/chat/completions", json={"messages": told, **body}, timeout=HANG_S)
+
+        first = said("hi", session_id="s").json()["choices"][0]["message"]["content"]
+        said("hi", first, "and?", session_id="s", max_tokens=3)
+        said("hi", "rewritten", "and?", session_id="s")
+        assert [asked.get("prefix", ((), 0))[1] for asked in engine.asked] == [0, 2, 0]
+        assert not any("session_id" in asked for asked in engine.asked)
+        turns = plain.get("/sessions/s").json()["turns"]
+        assert [turn["is_continuation"] for turn in turns] == [False, True, False]
+        assert [turn["finish_reason"] for turn in turns] == ["stop", "length", "stop"]
+        assert turns[1] | {"untrained": ""} == {
+            "prompt_token_ids": [*b"hi", 2, 901, 800, 2, *b"and?", 2],
+            "token_ids": [902, 800, 2],
+            "logprobs": [-0.25, -0.5, -0.75],
+            "finish_reason": "length",
+            "weight_version": 3,
+            "num_weight_versions": 1,
+            "is_continuation": True,
+            "untrained": "",
+        }
+        assert said("hi", session_id="s" * 257).status_code == 400
+        assert plain.post("/completions", json={"session_id": "s", "prompt": ["a", "b"]}).status_code == 400
+        assert plain.delete("/sessions/s").json()["deleted"] and plain.get("/sessions/s").status_code == 404
+
+
+def test_the_named_session_that_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent_session, "MAX_NAMED", 2)
+    sessions = NamedSessions(lambda name: AgentSession(name, "", SAMPLING, 0, CONTEXT, is_named=True))
+    for name in ("a", "b", "a", "c"):
+        sessions.keep(sessions.opened(name))
+    assert [sessions.get(name) is not None for name in "abc"] == [True, False, True]
 
 
 @pytest.mark.parametrize("place", ["session", "gym", "run"])

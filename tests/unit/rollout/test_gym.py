@@ -22,7 +22,7 @@ from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentUnreached
 from mrl.rollout.turn_tree import SampledAnswer
 from mrl.types import Prompt, SamplingParams
-from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
+from tests.unit.rollout.gateways import CONTEXT, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.unit.rollout.gym_server import GymForm
 from tests.waiting import HANG_S, SOON_S
 
@@ -108,7 +108,7 @@ def test_a_rollout_is_what_was_sampled_with_its_reward(
     ]
     assert verdict.metrics == {"num_tries": 2, "is_right": 1, "sequences": 1, "lost_attempts": 0}
     # The second turn went on from the tokens of the first, and not from those of its text.
-    assert engine.asked[1]["required_prefix_token_ids"] == [*b"12+1?", 2, 901, 800, 2]
+    assert engine.asked[1]["prefix"][0] == [*b"12+1?", 2, 901, 800, 2]
     assert not any("generation_token_ids" in message for message in engine.asked[1]["messages"])
     row = server.rows[-1]
     request = row["responses_create_params"]
@@ -271,7 +271,7 @@ def test_the_gateway_answers_gym_alone_and_only_for_rollouts_under_way(
     def asked(key: str) -> int:
         return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=HANG_S).status_code
 
-    assert [asked(key) for key in (RUN_KEY, ENGINE_KEY, GYM_KEY)] == [401, 401, 410] and engine.asked == []
+    assert [asked(key) for key in (RUN_KEY, GYM_KEY)] == [401, 410] and engine.asked == []
     models = httpx.get(f"{running.url}/gym/v1/models", headers={"Authorization": f"Bearer {GYM_KEY}"}, timeout=HANG_S)
     assert models.json()["data"][0]["id"] == "policy"
 

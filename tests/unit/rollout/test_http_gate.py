@@ -65,11 +65,9 @@ def test_the_top_k_of_the_run_is_wanted_where_it_has_one():
 
 
 def test_refusals():
-    assert find_refusal({"prompt": [[1], [2]]}, LIMITS, session_id=None) == ""
-    assert find_refusal({"prompt": [1, 2]}, LIMITS, session_id="s") == ""
-    assert "one prompt" in find_refusal({"prompt": [[1], [2]]}, LIMITS, session_id="s")
-    assert "not streamed" in find_refusal({"stream": True}, LIMITS, session_id=None)
-    assert "beam" in find_refusal({"use_beam_search": True}, LIMITS, session_id=None)
+    assert find_refusal({"prompt": [[1], [2]]}, LIMITS) == ""
+    assert "not streamed" in find_refusal({"stream": True}, LIMITS)
+    assert "beam" in find_refusal({"use_beam_search": True}, LIMITS)
 
 
 @pytest.mark.parametrize(
