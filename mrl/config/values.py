@@ -127,7 +127,7 @@ class Tree:
             Unresolved: its expression, or one that this refers to, cannot be resolved.
             MissingMandatoryValue: it is required and not set.
         """
-        written = self.written(dotted)
+        written = self._followed(self.written(dotted))
         if written != "???" and "${" not in repr(written):
             return copy.deepcopy(written)
         try:
@@ -138,6 +138,21 @@ class Tree:
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Unresolved(f"{reason}; correct the expression") from error
+
+    def _followed(self, written: object) -> object:
+        """The value at the end of plain references, which need no OmegaConf; that of an expression stays."""
+        for _ in range(MAX_DEPTH):
+            match = REFERENCE.fullmatch(written) if isinstance(written, str) else None
+            if match is None:
+                break
+            section: object = self.content
+            *parents, name = split_key(match[1])
+            for parent in parents:
+                section = section.get(parent) if isinstance(section, dict) else None
+            if not isinstance(section, dict) or name not in section:
+                break  # OmegaConf says what is not there
+            written = section[name]
+        return written
 
     def written(self, dotted: str) -> object:
         """The unresolved value of a dotted key; None if there is none."""
@@ -163,7 +178,7 @@ def read_config(tree: Tree, settings: Settings, misplaced: set[str]) -> tuple[Ru
     reader = _Reader(tree, settings)
     reader.read(SCHEMA, "", tree.content)
     faults, problems = reader.faults(misplaced)
-    config = None if "algorithm" in faults else _built(SCHEMA, "", reader.values, faults)
+    config = None if "algorithm" in faults else config_of(reader.values, faults)
     assert config is None or isinstance(config, RunConfig)
     return config, problems
 
@@ -246,7 +261,7 @@ class _Reader:
 
     def faults(self, misplaced: set[str]) -> tuple[dict[str, str], list[Problem]]:
         """The keys of unknown value with their causes, and the problems of the causes that are not `misplaced`."""
-        found = _faults(self._tree, misplaced | {key.partition("[")[0] for key in self.problems})
+        found = faults_of(self._tree, misplaced | {key.partition("[")[0] for key in self.problems})
         causes = [
             problem
             for key, problem in self.problems.items()
@@ -256,7 +271,7 @@ class _Reader:
         return found, causes or ([] if misplaced else list(self.problems.values()))
 
 
-def _faults(tree: Tree, wrong: set[str]) -> dict[str, str]:
+def faults_of(tree: Tree, wrong: set[str]) -> dict[str, str]:
     """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
     if not wrong:
         return {}
@@ -269,6 +284,13 @@ def _faults(tree: Tree, wrong: set[str]) -> dict[str, str]:
     }:
         faults |= {key: faults[other] for key, other in followers.items()}
     return {key: key for key in wrong} | faults
+
+
+def config_of(values: Mapping[str, object], faults: Mapping[str, str]) -> object:
+    """The run's config of these values, by key; null sections have a value, too. Reading a key of `faults` raises
+    NotKnown with its cause.
+    """
+    return _built(SCHEMA, "", values, faults)
 
 
 def _built(node: SchemaNode, prefix: str, values: Mapping[str, object], faults: Mapping[str, str]) -> object:

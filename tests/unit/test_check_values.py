@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.schema.keys import KEYS
+from mrl.check import Checked
+from mrl.config.dialect.translate import Migration
+from mrl.config.errors import Problem
+from mrl.config.files import find_config, read_settings
+from mrl.config.load import load_config
+from mrl.config.schema.keys import KEYS, SCHEMA, SchemaNode
+from mrl.config.schema.run import RunConfig
+from mrl.config.values import Tree, config_of, faults_of
 from mrl.inputs import Look
 from tests.sources import ROOT
 
@@ -35,14 +42,36 @@ def test_all_keys_with_one_wrong_value_are_a_refusal(overrides: dict[str, list[s
     assert check.check_run(config, [*overrides[config], f"algorithm={value}"]) == 2
 
 
-@pytest.mark.parametrize(("config", "every"), [("grpo_tiny.yaml", 3), ("grpo_nanov3.yaml", 15)])
+def values_of(section: object, node: SchemaNode, prefix: str = "") -> dict[str, object]:
+    """The value of each key, and None for each section that is null."""
+    found: dict[str, object] = {}
+    for name, child in node.children.items():
+        value = getattr(section, name)
+        is_section = child.section is not None and value is not None
+        found |= values_of(value, child, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return found
+
+
+@pytest.mark.parametrize(("config", "every"), [("grpo_tiny.yaml", 1), ("grpo_nanov3.yaml", 20)])
 def test_a_check_goes_on_without_the_value_of_any_key(
     overrides: dict[str, list[str]], config: str, every: int, monkeypatch: pytest.MonkeyPatch
 ):
     # A look at rows starts processes, and is given up at the first unknown value.
     monkeypatch.setattr(check, "look_at_inputs", lambda *_, **__: Look())
     # Of the sections of other models, which the config lacks, one key stands for all.
-    for key in [key for key in KEYS if key != "algorithm" and not re.match(r"value\.(?!model_name$)", key)][::every]:
+    keys = [key for key in KEYS if key != "algorithm" and not re.match(r"value\.(?!model_name$)", key)]
+    known = load_config(config, overrides[config])
+    values, tree = values_of(known, SCHEMA), Tree(read_settings(find_config(config)), set())
+    for key in keys[::every]:
+        unknown = config_of(values, faults_of(tree, {key}))
+        assert isinstance(unknown, RunConfig)
+        unknown.facts, loaded = (
+            known.facts,
+            Checked(unknown, Migration(), [Problem("expression", key, None, "not known")]),
+        )
+        checked = check.examine_config(unknown, loaded)
+        assert check.tell(checked) == 2 and any(problem.key == key for problem in checked.refused)
+    for key in keys[:: 60 * every]:
         checked = check.examine(config, [*overrides[config], f"++{key}=${{nothing.here}}"])
         assert check.tell(checked) == 2 and any(problem.key == key for problem in checked.refused)
 
