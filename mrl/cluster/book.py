@@ -80,7 +80,11 @@ class RequestBook(Generic[Q, A]):
         """Names of actors with an unanswered call. Any thread may ask."""
         return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]
 
-    def missing(self) -> str:
+    def unanswered(self) -> list[Q]:
+        """The unfinished requests."""
+        return [request for actor in self._actors for request, _ in list(actor.owed.values())]
+
+    def missing(self, more: str = "") -> str:
         """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
         first = next(
             (
@@ -90,7 +94,7 @@ class RequestBook(Generic[Q, A]):
             ),
             "none",
         )
-        return f"{self.num_unfinished} rollouts ({first} and others)"
+        return f"{self.num_unfinished} rollouts ({first} and others{more})"
 
     async def ask(self, request_id: str, request: Q, among: Sequence[int] = ()) -> A:
         """The answer to a request, of any actor, or of one `among` these."""

@@ -329,7 +329,13 @@ class GatewayGroup(Actors[GatewayActor]):
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
         return ended
 
-    def waiting(self) -> dict[str, tuple[int, str]]:
+    def unreached(self) -> list[str]:
+        """Sentences on agents that cannot be reached: `64 rollouts wait for agent sums: http://...: no connection`."""
+        return [
+            f"{count} rollouts wait for {name}: {safe_text(reason)}" for name, (count, reason) in self._waits().items()
+        ]
+
+    def _waits(self) -> dict[str, tuple[int, str]]:
         """Number of rollouts that wait for an agent that cannot be reached, and a reason, by the agent's name."""
         found = dict[str, tuple[int, str]]()
         for name, (count, reason) in [item for one in self._waiting for item in one.items()]:
@@ -337,10 +343,10 @@ class GatewayGroup(Actors[GatewayActor]):
         return found
 
     def _say_waiting(self, index: int, waiting: Mapping[str, tuple[int, str]]) -> None:
-        before = self.waiting().keys()
+        before = self._waits().keys()
         self._waiting[index] = dict(waiting)
         limit = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)"
-        for name, (count, reason) in self.waiting().items():
+        for name, (count, reason) in self._waits().items():
             if name not in before:
                 logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
+from conversion.texts import listed
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.book import ActorWork, RequestBook
@@ -277,7 +278,7 @@ class Rewards(Actors[RewardActor]):
                 logger.warning(
                     "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores "
                     "are left, use more nodes, or make the reward faster",
-                    warned_at - asked_at, self.book.missing(),
+                    warned_at - asked_at, self._missing(),
                 )  # fmt: skip
 
         try:
@@ -285,9 +286,14 @@ class Rewards(Actors[RewardActor]):
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
-                f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within "
+                f"rewards: {self._missing()} have no verdict, and no worker has begun or ended one within "
                 f"{rounded(self.silence_s)} s (deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
             ) from None
+
+    def _missing(self) -> str:
+        """The unjudged rollouts, for messages, with their number in each environment."""
+        counts = Counter(prompt.env_name for _, prompt, _ in self.book.unanswered())
+        return self.book.missing("; " + listed([f"{name}: {count}" for name, count in counts.most_common()]))
 
     def take_seconds(self) -> float:
         """Seconds of scoring since the last call, waited for or not: those of the busiest actor."""

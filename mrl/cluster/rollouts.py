@@ -193,6 +193,9 @@ class RolloutCollector:
             verdict = judged[0]
         self._note_judged(group, index, verdict)
 
+    def _unreached(self) -> list[str]:
+        return self.gateways.unreached() if self.gateways is not None else []
+
     def _note_sampled(self, group: RolloutGroup, info: RolloutInfo) -> None:
         group.note_sampled(info)
         self._num_missing -= 1
@@ -206,7 +209,7 @@ class RolloutCollector:
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
             books = [self.engines.book, self.rewards.book, *([self.gateways.book] if self.gateways is not None else [])]
-            return [name for book in books for name in book.called()]
+            return [*self._unreached(), *(name for book in books for name in book.called())]
 
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
@@ -217,7 +220,8 @@ class RolloutCollector:
                     f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait "
                     "for their environment"
                 ) from None
-            told = f"; {reason}" if (reason := hangs.explained(self.engines.book.called())) else ""
+            reasons = [*self._unreached(), *filter(None, [hangs.explained(self.engines.book.called())])]
+            told = "".join(f"; {reason}" for reason in reasons)
             raise DeadlineExceeded(
                 f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}"
             ) from None

@@ -84,6 +84,8 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
     assert engines.sent[2:] == [(0, ["d", "e"])]
     await engines.ask("f")
     assert engines.book.missing() == "4 rollouts (0/d/0 of engine 0 and others)"
+    assert engines.book.missing("; math: 4") == "4 rollouts (0/d/0 of engine 0 and others; math: 4)"
+    assert sorted(one.prompt_id for one in engines.book.unanswered()) == ["b", "d", "e", "f"]
     await engines.answer(1)
     assert engines.sent[-1] == (1, ["f"])
     assert (engines.book.num_unfinished, engines.book.num_lost) == (4, 0)
