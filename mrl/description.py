@@ -64,7 +64,7 @@ def _slots(config: RunConfig) -> str:
 
 
 def _trainer(config: RunConfig, model: ModelName = "policy") -> str:
-    megatron, dp = config.model(model).megatron_cfg, config.replicas_of(config.model(model))
+    megatron, dp = config.model(model).megatron_cfg, config.replicas_of(model)
     sizes = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size}"
     experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
     lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
@@ -79,8 +79,10 @@ def _teachers(config: RunConfig) -> str:
         else "logprobs of the tokens that the policy drew"
     )
     for model in config.teachers:
-        name = model.partition(":")[2]
-        lines.append(f"{name}{': ' if name else ''}{_model(config.model(model))}; {_trainer(config, model)}; {what}")
+        name, nodes = model.partition(":")[2], config.own_nodes.get(model)
+        where = f", on {nodes} node{'s' * (nodes != 1)} of its own" if nodes else ""
+        of_model = f"{_model(config.model(model))}; {_trainer(config, model)}{where}"
+        lines.append(f"{name}{': ' if name else ''}{of_model}; {what}")
     return "\n".join(lines) or "none"
 
 

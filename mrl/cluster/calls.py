@@ -108,16 +108,17 @@ class Actors(Generic[V]):
     An actor class has `call(*target, verb, *arguments)` and `apply(*target, function, *arguments)` for it.
     """
 
-    def __init__(self, kind: str, *, deadline_s: float, target: tuple[str, ...] = ()) -> None:
-        """`target` names the object inside each actor, if it has several."""
+    def __init__(self, kind: str, *, deadline_s: float, target: tuple[str, ...] = (), first: int = 0) -> None:
+        """`target` names the object inside each actor, if it has several; `first` is the number of the first actor."""
         self.kind = kind
+        self.first = first
         self.target = target
         self.deadline_s = deadline_s
         """Default for calls that name no deadline."""
         self.handles: list = []
 
     def name(self, index: int) -> ActorName:
-        return ActorName(self.kind, index)
+        return ActorName(self.kind, self.first + index)
 
     def call(
         self,
@@ -151,7 +152,7 @@ class Actors(Generic[V]):
     ) -> dict[int, T]:
         """Waits for calls to some of these actors; answers by index."""
         answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what)
-        return {name.index: answer for name, answer in answers.items()}
+        return {name.index - self.first: answer for name, answer in answers.items()}
 
     def apply(
         self,

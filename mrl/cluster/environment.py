@@ -28,6 +28,7 @@ from mrl.cluster.lifetime import session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.gpus import device_variables
+from mrl.phases import ModelName
 from mrl.rollout.environment import engine_environment
 from mrl.signals import die_with_parent, shield_process
 
@@ -96,13 +97,14 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
         logger.warning("%s", caches_warning)
 
 
-def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
+def policy_variables(config: RunConfig, given: Mapping[str, str], model: ModelName = "policy") -> dict[str, str]:
+    """Variables that ranks of a model start with; `given` (env_vars of its megatron_cfg) wins."""
     # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with
     # TP or SP on GPUs.
     has_gpu = config.cluster.gpus_per_node > 0
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **device_variables(has_gpu=has_gpu), **_within_the_node(config)}
-    megatron = config.policy.megatron_cfg
+    section = config.model(model)
+    megatron = section.megatron_cfg
     if megatron.uses_hybridep:
         # The names that deep_ep's HybridEPBuffer reads, and NVSHMEM.
         if megatron.hybridep_num_ranks_per_nvlink_domain is not None:
@@ -111,8 +113,8 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
             own["USE_MNNVL"] = str(int(megatron.hybridep_use_mnnvl))
     if has_gpu:
         # Rows of varying length would leave holes of every size between segments.
-        own |= _on_gpus(config.policy.precision, given, expandable_segments=True)
-        own |= {} if config.policy.megatron_cfg.tune_kernels else env.ONE_CONFIGURATION
+        own |= _on_gpus(section.precision, given, expandable_segments=True)
+        own |= {} if megatron.tune_kernels else env.ONE_CONFIGURATION
     return {**own, **given}
 
 

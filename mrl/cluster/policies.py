@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-POLICY_RANK = "policy rank"
+POLICY_RANK, OWN_RANK = "policy rank", "teacher rank"
 MEETING_FILE = "ranks"
 LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
@@ -206,22 +206,29 @@ def hold_port(ports: range, host: str) -> socket.socket:
 class Ranks:
     """The processes of all policy ranks, and the address at which they meet. They hold no model yet."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, own: ModelName = "") -> None:
+        """`own`: a model with nodes of its own, whose ranks these are, in place of the policy's."""
+        slots = placement.own_slots[own] if own else range(placement.num_policy_ranks)
+        self.kind, self.first = (OWN_RANK, slots.start - placement.num_policy_ranks) if own else (POLICY_RANK, 0)
+        """Name of a rank, and number of the first: those of all models with own nodes are counted in one."""
         self.start_s = start_deadline(config).seconds
         self.handles: list = []
         self.in_order = threading.Lock()
         """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the
         same order.
         """
-        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.facts.secrets)
-        for rank in range(placement.num_policy_ranks):
-            variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
-            log_file = log_folder / f"policy-rank-{rank}.log"
-            self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
+        given, secrets = split_secrets(config.model(own or "policy").megatron_cfg.env_vars or {}, config.facts.secrets)
+        for number, slot in enumerate(slots, self.first):
+            threads = {"OMP_NUM_THREADS": str(placement.num_threads(slot))}
+            variables = policy_variables(config, threads | given, own or "policy")
+            log_file = log_folder / f"{self.kind.replace(' ', '-')}-{number}.log"
+            self.handles.append(start_actor(PolicyActor, placement.options(slot, variables), log_file, secrets))
         if config.cluster.num_nodes == 1:
             self.master = str(placement.folder / MEETING_FILE), 0
         else:
-            master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
+            master = {
+                ActorName(self.kind, self.first): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)
+            }
             (self.master,) = wait_all(master, deadline_s=self.start_s, what="start").values()
         if (root := env.cache_root()) is not None:
             check_shared(root, self.handles, deadline_s=self.start_s)
@@ -232,7 +239,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, pad_token_id: int, model: ModelName = "policy") -> None:
         """Builds the model on every rank and loads its starting weights. Every rank builds its models in one order."""
-        super().__init__(POLICY_RANK, deadline_s=train_deadline(config).seconds, target=(model,))
+        super().__init__(ranks.kind, deadline_s=train_deadline(config).seconds, target=(model,), first=ranks.first)
         self.model: ModelName = model
         self.config, self.pad_token_id = config, pad_token_id
         section = config.model(model)
@@ -344,21 +351,28 @@ class PolicyGroup(Actors[PolicyVerbs]):
             for index, payload in payloads.items()
         }
 
-    def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """Sequences with references to this model's outputs for generated tokens; see `mrl.policy.beside.teach`."""
+    def teach(self, sequences: Sequence[TrainSequence], k: int) -> Callable[[], list[TrainSequence]]:
+        """Starts this model on generated tokens. The answer waits, and gives the sequences with references to outputs.
+
+        See `mrl.policy.beside.teach`.
+        """
         self.set_batches([make_batch(sequences, self.config, self.model)])
         pending, payloads = {}, {}
         with self.in_order:
             for rank, actor in enumerate(self.handles):
                 pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
-        taught = list(sequences)
-        for rank, indices in self.wait(pending, deadline_s=None, what="teach").items():
-            for place, index in enumerate(indices):
-                taught[index] = replace(sequences[index], teacher=PayloadRef(payloads[rank], place))
-        assert all(sequence.teacher is not None for sequence in taught), (
-            "sequences of which no rank of the teacher has answered"
-        )
-        return taught
+
+        def finish() -> list[TrainSequence]:
+            taught = list(sequences)
+            for rank, indices in self.wait(pending, deadline_s=None, what="teach").items():
+                for place, index in enumerate(indices):
+                    taught[index] = replace(sequences[index], teacher=PayloadRef(payloads[rank], place))
+            assert all(sequence.teacher is not None for sequence in taught), (
+                "sequences of which no rank of the teacher has answered"
+            )
+            return taught
+
+        return finish
 
 
 def convert_if_new(config: RunConfig) -> None:

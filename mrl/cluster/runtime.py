@@ -35,7 +35,14 @@ from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.members import Member, heads, members
-from mrl.cluster.scheduling import engine_slots, find_uneven_engine, share_of_cores, slot_table
+from mrl.cluster.scheduling import (
+    engine_slots,
+    find_shared_node,
+    find_uneven_engine,
+    own_slots,
+    share_of_cores,
+    slot_table,
+)
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
@@ -303,6 +310,8 @@ class Placement:
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
+        self.own_slots = own_slots(config)
+        """Slots of each model with nodes of its own."""
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
         if not config.cluster.gpus_per_node and SLOT_RESOURCE in ray.cluster_resources():
             # The launcher has given each of its nodes its number of slots; by CPUs alone, Ray would put all of them on
@@ -331,6 +340,11 @@ class Placement:
                 f"Ray put more slots of engine {engine.engine_index} ({engine.slots}) on one node than on another; "
                 "check that every node offers the same number of slots"
             )
+        if (model := find_shared_node(self.node_of, self.own_slots, self.num_slots)) is not None:
+            raise RuntimeError(
+                f"Ray put slots of the {model}, which has nodes of its own, on a node of others; check that every node "
+                f"offers {config.cluster.slots_per_node} slots"
+            )
         self.reward_options = [self._options(where, {}) for where in self._reward_places(config, {*names.values()})]
         """An actor's options on each node of rewards."""
         self._num_cores: dict[int, int] = {}
@@ -344,7 +358,7 @@ class Placement:
     @property
     def num_dedicated_slots(self) -> int:
         """Slots with an engine worker and no policy rank."""
-        return self.num_slots - self.num_policy_ranks
+        return self.num_slots - self.num_policy_ranks - sum(map(len, self.own_slots.values()))
 
     def num_threads(self, slot: int) -> int:
         """CPU threads of the policy rank on `slot`, for optimizer steps and copies in host memory."""
@@ -388,7 +402,7 @@ class Placement:
         return [NodeAffinitySchedulingStrategy(node_id, soft=False) for _, node_id in free[:num_nodes]]
 
     def table(self) -> list[str]:
-        return slot_table(self._hosts, self.num_policy_ranks, self.engines)
+        return slot_table(self._hosts, self.num_policy_ranks, self.engines, self.own_slots)
 
     def _on(self, slot: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot])

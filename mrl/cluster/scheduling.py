@@ -2,7 +2,8 @@
 """The decisions of scheduling, without Ray: what each slot carries, and what a death leads to.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same
-number. Colocated engines share those slots; dedicated engines have the slots that follow.
+number. Colocated engines share those slots. Then come the slots of teachers with nodes of their own, and of dedicated
+engines.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.config.schema.run import RunConfig
+from mrl.phases import ModelName
 
 ENGINE = "engine"
 # A gateway's loop takes 10 ms for a turn of 30,000 characters: so many agents may think 5 s about each of their turns.
@@ -44,7 +47,7 @@ def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
     if not num_engines:
         return ()
     num_serving = config.num_dedicated_slots or config.num_policy_ranks
-    first = config.num_slots - num_serving
+    first = config.num_slots - num_serving if config.num_dedicated_slots else 0
     stride = num_serving // num_engines // num_workers * num_workers
     assert stride >= num_workers, "mrl.config.rules.layout refuses more engine workers than slots"
     starts = (first + index * stride for index in range(num_engines))
@@ -64,14 +67,37 @@ def num_gateways(config: RunConfig) -> int:
     return max(1, asked, min(config.cluster.num_nodes, config.num_engines))
 
 
-def slot_table(hosts: Sequence[str], num_policy_ranks: int, engines: Sequence[EngineSlots]) -> list[str]:
-    """One line per slot: its host (`hosts[slot]`), policy rank, engine and the engine's worker."""
+def own_slots(config: RunConfig) -> dict[ModelName, range]:
+    """The slots of each teacher with nodes of its own."""
+    found, first = dict[ModelName, range](), config.num_policy_ranks
+    for model in config.own_nodes:
+        found[model] = range(first, first := first + config.num_ranks_of(model))
+    return found
+
+
+def find_shared_node(node_of: Mapping[int, int], own: Mapping[ModelName, range], num_slots: int) -> ModelName | None:
+    """A model with nodes of its own that would share one with another slot; None if there is none."""
+    for model, slots in own.items():
+        mine = {node_of[slot] for slot in slots}
+        if any(node_of[slot] in mine for slot in range(num_slots) if slot not in slots):
+            return model
+    return None
+
+
+def slot_table(
+    hosts: Sequence[str],
+    num_policy_ranks: int,
+    engines: Sequence[EngineSlots],
+    own: Mapping[ModelName, range] = MappingProxyType({}),
+) -> list[str]:
+    """One line per slot: its host (`hosts[slot]`), rank of the policy or a teacher, engine and the engine's worker."""
     served = {slot: f"{engine.engine_index}.{worker}" for engine in engines for worker, slot in enumerate(engine.slots)}
     width = max(map(len, (*hosts, "node")))
     lines = [f"slot  {'node':<{width}}  rank  engine.worker"]
     for slot, host in enumerate(hosts):
         rank = str(slot) if slot < num_policy_ranks else "-"
-        lines.append(f"{slot:<5} {host:<{width}}  {rank:<5} {served.get(slot, '-')}")
+        of_other = "".join(f"  {model} {slots.index(slot)}" for model, slots in own.items() if slot in slots)
+        lines.append(f"{slot:<5} {host:<{width}}  {rank:<5} {served.get(slot, '-')}{of_other}")
     return lines
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,8 @@ class RolloutSession:
     policies: PolicyGroup
     models_beside: Mapping[ModelName, PolicyGroup]
     """The further models of the policy ranks. They are on the host whenever none of their phases has been entered."""
+    teachers_apart: Mapping[ModelName, PolicyGroup]
+    """Teachers with nodes of their own, which stay in phase "teacher"."""
     engines: EngineGroup
     rewards: Rewards
     refit: Refitter
@@ -106,16 +108,32 @@ class RolloutSession:
     def with_teacher_outputs(
         self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]
     ) -> list[TrainSequence]:
-        """Adds the teacher outputs of each sequence, by its teacher's name. Teachers work one after another."""
-        taught = list(sequences)
-        for model in sorted(set(teachers)):
-            places = [place for place, teacher in enumerate(teachers) if teacher == model]
-            self.enter("teacher", model)
-            outputs = self.models_beside[model].teach(
-                [sequences[place] for place in places], self.config.num_taught_logits
-            )
-            for place, sequence in zip(places, outputs, strict=True):
+        """Adds the teacher outputs of each sequence, by its teacher's name.
+
+        Teachers with nodes of their own work at the same time, and those on the policy's one after another.
+        """
+        taught, apart = list(sequences), dict[ModelName, Callable[[], list[TrainSequence]]]()
+        places = {
+            model: [place for place, teacher in enumerate(teachers) if teacher == model]
+            for model in sorted(set(teachers))
+        }
+
+        def teach(group: PolicyGroup) -> Callable[[], list[TrainSequence]]:
+            return group.teach([sequences[place] for place in places[group.model]], self.config.num_taught_logits)
+
+        def take(model: ModelName, outputs: list[TrainSequence]) -> None:
+            for place, sequence in zip(places[model], outputs, strict=True):
                 taught[place] = sequence
+
+        for model in places:
+            if model in self.teachers_apart:
+                apart[model] = teach(self.teachers_apart[model])
+        for model in places:
+            if model not in apart:
+                self.enter("teacher", model)
+                take(model, teach(self.models_beside[model])())
+        for model, finish in apart.items():
+            take(model, finish())
         return taught
 
     @contextmanager
@@ -163,6 +181,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
             config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news
         )
         policies = models.pop("policy")
+        apart = {model: models.pop(model) for model in config.own_nodes}
         rewards.wait_until_built()
         startup.lap("rewards")
         gateways = start_gateways(config, placement, engines, log_folder=log_folder)
@@ -170,7 +189,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         collector = RolloutCollector(
             config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateways=gateways
         )
-        yield RolloutSession(config, policies, models, engines, rewards, refit, collector)
+        yield RolloutSession(config, policies, models, apart, engines, rewards, refit, collector)
 
 
 @contextmanager
@@ -221,12 +240,16 @@ def start_models(
     engines = EngineGroup(config, placement, log_folder=log_folder, news=news)
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
+    apart = {model: Ranks(config, placement, log_folder=log_folder, own=model) for model in config.own_nodes}
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache
         # leaves.
         convert_if_new(config)
         engines.wait_until_built()
         startup.lap("engines")
+    for model, own_ranks in apart.items():
+        models[model] = PolicyGroup(config, own_ranks, pad_token_id=pad_token_id, model=model)
+        models[model].call(PolicyVerbs.enter, "teacher", deadline_s=ranks.start_s)
     for model in (*config.models_beside, "policy"):
         models[model] = PolicyGroup(config, ranks, pad_token_id=pad_token_id, model=model)
         if model != "policy":
@@ -235,7 +258,9 @@ def start_models(
     engines.wait_until_built()
     startup.lap("engines")
     logger.info(
-        "Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots
+        "Number of actors online: %d/%d",
+        policies.world_size + config.num_own_slots + placement.num_dedicated_slots,
+        placement.num_slots,
     )
     refit = Refitter(config, placement, policies, engines)
     startup.lap("schedule")

@@ -129,7 +129,7 @@ def with_cached_folders(config: RunConfig) -> RunConfig:
 def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
     models: list[ModelName] = ["policy"]
     with suppress(NotKnown):
-        models += config.models_beside
+        models += [model for model in config.sections if model != "policy"]
     for model in models:
         section = config.policy if model == "policy" else config.sections[model]
         for key in ("model_name",) if isinstance(section, ValueConfig) else ("model_name", "tokenizer.name"):

@@ -21,7 +21,7 @@ from mrl.config.values import Tree, Unresolved, read_teacher
 from mrl.phases import ModelName
 
 if TYPE_CHECKING:
-    from mrl.config.schema.algo import OnPolicyDistillationConfig
+    from mrl.config.schema.distillation import OnPolicyDistillationConfig
     from mrl.config.schema.policy import PolicyConfig
 
 TEACHER, POLICY, SEVERAL = "teacher", "policy", "on_policy_distillation."
@@ -35,7 +35,7 @@ ELSEWHERE = {
 """Key of a teacher's place -> the corresponding key of `policy`."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 GPUS = ("num_nodes", "gpus_per_node")
-"""Keys of NeMo RL's teachers for their own GPUs; here teachers work on the policy's."""
+"""Keys of a teacher's place that say which nodes it has."""
 OWN_CUT = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -114,12 +114,9 @@ def _written(settings: Settings, secrets: set[str], problems: list[Problem]) -> 
 
 def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin: str) -> dict[str, Own]:
     """Collects each teacher's own settings from `on_policy_distillation`, by name. `origin` is where that is set."""
-    places, found = given.non_colocated_teachers, dict[str, Own]()
-    for name, model in given.teacher_model_by_agent_name.items():
-        if given.teacher_of(name) != name:
-            continue
-        place: dict[str, object] = dict(places.default_teacher_cfg) if places else {}
-        place |= _mapping(places.teacher_overrides.get(name)) if places else {}
+    found = dict[str, Own]()
+    for name in given.teachers:
+        model, place = given.teacher_model_by_agent_name[name], given.place_of(name)
         megatron: dict[str, object] = {
             **dict.fromkeys(SIZES, 1),
             **dict.fromkeys(OWN_CUT),

@@ -38,7 +38,7 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig, model: Mod
         if sequence.is_valid and sequence.rollout.num_generated > 0
     ]
     policy = config.model(model)
-    dp_size = config.replicas_of(policy)
+    dp_size = config.replicas_of(model)
     infos = [sequence.rollout for sequence in sequences]
     units = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
     if policy.share_prefixes:

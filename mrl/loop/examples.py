@@ -13,7 +13,8 @@ from mrl.cluster.payload import put_batch
 from mrl.cluster.session import Session, start_policies
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.model import with_value
-from mrl.config.schema.algo import DistillationConfig, GrpoConfig
+from mrl.config.schema.algo import GrpoConfig
+from mrl.config.schema.distillation import DistillationConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples

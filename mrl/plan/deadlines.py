@@ -107,7 +107,7 @@ def _train_deadline(config: RunConfig, model: ModelName) -> Deadline:
     if config.has_engines:
         num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
     # A refused layout may have no ranks.
-    length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""
+    length, ranks, rest = policy.max_total_sequence_length, max(config.num_ranks_of(model), 1), ""
     flops, rate = CPU_FLOPS, f"{CPU_FLOPS / 1e9:g} GFLOPS"
     if config.cluster.gpus_per_node:
         flops = GPU_FLOPS[policy.precision]

@@ -33,11 +33,14 @@ class PlanModel:
         hf_config: Mapping[str, object],
         beside: Mapping[ModelName, PlanModel] = MappingProxyType({}),
         folder: Path | None = None,
+        apart: Mapping[ModelName, PlanModel] = MappingProxyType({}),
     ) -> None:
         self.hf_config = hf_config
         self.folder = folder
         """Folder of the model's weights; None if unknown."""
         self.beside = beside
+        self.apart = apart
+        """Teachers with nodes of their own."""
         self.family = family(hf_config)
         self.shape = sizes_of(hf_config)
         self.mtp_pattern = str(self.family.megatron_arguments(hf_config).get("mtp", {}).get("pattern", ""))
@@ -72,16 +75,21 @@ class PlanModel:
 
 def read_model(config: RunConfig) -> PlanModel:
     """A run's policy and other models, with the config's overrides; ValueError if a config.json cannot be read."""
-    return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
+    others = {name: _read(config, name) for name in (*config.models_beside, *config.own_nodes)}
+    apart = {name: others.pop(name) for name in config.own_nodes}
+    return _read(config, "policy", others, apart)
 
 
 def _read(
-    config: RunConfig, model: ModelName, beside: Mapping[ModelName, PlanModel] = MappingProxyType({})
+    config: RunConfig,
+    model: ModelName,
+    beside: Mapping[ModelName, PlanModel] = MappingProxyType({}),
+    apart: Mapping[ModelName, PlanModel] = MappingProxyType({}),
 ) -> PlanModel:
     section = config.model(model)
     try:
         folder = model_folder(section.model_name, with_weights=False).resolve()
-        return PlanModel(read_hf_config(folder, section.hf_config_overrides), beside, folder)
+        return PlanModel(read_hf_config(folder, section.hf_config_overrides), beside, folder, apart)
     except ValueError as error:
         raise ValueError(f"{prefix_of(model)}model_name={section.model_name}: {error}") from error
 
@@ -117,7 +125,7 @@ def state_rules(config: RunConfig, model: ModelName = "policy") -> StateRules:
     section = config.model(model)
     megatron, settings = section.megatron_cfg, section.megatron_cfg.optimizer
     is_bf16, is_sharded = section.precision == "bfloat16", settings.use_distributed_optimizer
-    ranks = config.num_policy_ranks // megatron.pipeline_model_parallel_size
+    ranks = config.num_ranks_of(model) // megatron.pipeline_model_parallel_size
     experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return StateRules(
         dense_shards=ranks // megatron.tensor_model_parallel_size if is_sharded else 1,
@@ -134,4 +142,4 @@ def num_microbatches(config: RunConfig, model: ModelName = "policy") -> int:
     """Most rows of a model's update on a data-parallel rank: each sequence in a row of its own."""
     section = config.model(model)
     per_row = 1 if section.sequence_packing.enabled else section.train_micro_batch_size
-    return max(1, section.train_global_batch_size // config.replicas_of(section) // per_row)
+    return max(1, section.train_global_batch_size // config.replicas_of(model) // per_row)

@@ -236,12 +236,28 @@ def work_of(
 
 def works_beside(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
     """Returns the work of each model other than the policy for its neediest stage: a rank may have any stage of it."""
-    found: dict[ModelName, Work] = {}
-    for name, other in model.beside.items():
-        stages = range(config.model(name).megatron_cfg.pipeline_model_parallel_size)
-        works = [work_of(config, other, stage, name, imbalance=imbalance) for stage in stages]
-        found[name] = max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
+    return {name: _neediest(config, name, other, imbalance) for name, other in model.beside.items()}
+
+
+def memory_apart(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Parts]:
+    """Bytes of the fullest GPU of each teacher with nodes of its own, where it keeps its weights, as it works."""
+    found: dict[ModelName, Parts] = {}
+    for name, other in model.apart.items():
+        work = _neediest(config, name, other, imbalance)
+        parts = {"weights": work.states.weights, "buffers": work.persistent, "outside torch": POLICY_CONTEXT}
+        found[name] = _with_slack(parts | work.forward)
     return found
+
+
+def _neediest(config: RunConfig, name: ModelName, model: PlanModel, imbalance: float) -> Work:
+    stages = range(config.model(name).megatron_cfg.pipeline_model_parallel_size)
+    works = [work_of(config, model, stage, name, imbalance=imbalance) for stage in stages]
+    return max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
+
+
+def _with_slack(parts: Parts) -> Parts:
+    """Parts with unusable cached blocks, which are as large as the transient ones."""
+    return {**parts, "slack": SLACK * sum(size for name, size in parts.items() if name.startswith(_PASSING))}
 
 
 def _needed_by_teachers(work: Work) -> float:
@@ -295,9 +311,7 @@ def rank_memory(
         if phase == "refit":
             # Rounds arrive in one buffer, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
-        # Unusable cached blocks are as large as the transient parts.
-        parts["slack"] = SLACK * sum(size for name, size in parts.items() if name.startswith(_PASSING))
-        phases[phase] = parts
+        phases[phase] = _with_slack(parts)
     return RankMemory(pp_rank, phases)
 
 

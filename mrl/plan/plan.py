@@ -32,6 +32,7 @@ from mrl.plan.memory import (
     host_memory,
     least_parts,
     least_peak,
+    memory_apart,
     rollout_bytes,
     saved_bytes,
     stage_states,
@@ -218,6 +219,12 @@ def describe(plan: Plan) -> list[str]:
     for phase, parts in worst.phases.items():
         mark = "  <- does not fit" if sum(parts.values()) > gpu.memory else ""
         lines.append(f"  {phase:<11}{sum(parts.values()) / GIB:6.1f}  {spell_parts(parts)}{mark}")
+    for name, parts in memory_apart(config, plan.model).items():
+        mark = "  <- does not fit" if sum(parts.values()) > gpu.memory else ""
+        lines.append(
+            f"The {name}, on {config.num_ranks_of(name)} GPUs of its own, GiB: {sum(parts.values()) / GIB:.1f}  "
+            f"{spell_parts(parts)}{mark}"
+        )
     if plan.engine:
         lines += [*_engine_lines(plan, plan.engine), describe_engine_start(config, plan.engine.limits.num_seqs)]
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
@@ -293,6 +300,7 @@ def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
         "num_parameters": plan.model.num_parameters,
         "stage": plan.worst.stage,
         "memory": plan.worst.phases,
+        "teachers_apart": memory_apart(plan.config, plan.model),
         "fits": plan.misfit is None and plan.host_misfit is None,
         "misfit": plan.misfit or plan.host_misfit,
         "engine": dataclasses.asdict(plan.engine) if plan.engine else None,

@@ -14,7 +14,7 @@ from mrl.config.rules import algorithms, layout, training
 from mrl.config.schema.run import RunConfig
 from mrl.plan.facts import PlanModel
 from mrl.plan.hardware import Gpu
-from mrl.plan.memory import RankMemory, all_ranks, engine_memory
+from mrl.plan.memory import RankMemory, all_ranks, engine_memory, memory_apart
 from mrl.plan.times import StepTimes, exchange_seconds, step_times
 from mrl.plan.traffic import RefitTraffic
 
@@ -75,6 +75,11 @@ def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemor
         misfits.append(
             f"phase {too_large[0]} does not fit" if len(too_large) == 1 else f"phases {', '.join(too_large)} do not fit"
         )
+    misfits += [
+        f"the {name} does not fit on its own nodes"
+        for name, parts in memory_apart(config, model).items()
+        if sum(parts.values()) > gpu.memory
+    ]
     return worst, "; ".join(misfits) or None
 
 

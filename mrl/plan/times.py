@@ -304,6 +304,21 @@ def step_times(
         phases[name] = train_seconds(
             other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts
         )
+    # Teachers with nodes of their own work at the same time.
+    apart = [
+        train_seconds(
+            other.shape,
+            other.cost(),
+            gpu,
+            tokens=tokens,
+            length=mean_tokens,
+            gpus=config.num_ranks_of(name),
+            passes=1.0 / len(config.teachers),
+        )
+        for name, other in model.apart.items()
+    ]
+    if apart:
+        phases["teachers apart"] = max(apart, key=lambda time: time.high)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm = config.policy.generation.vllm_cfg

@@ -27,7 +27,8 @@ from mrl.algo.token_advantages import (
     teacher_gap,
     token_advantages,
 )
-from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
+from mrl.config.schema.algo import GrpoConfig, LossConfig
+from mrl.config.schema.distillation import OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.metrics import extreme_of

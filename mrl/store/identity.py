@@ -145,7 +145,7 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
     texts["policy.tokenizer.chat_template_kwargs"] = _digest(tokenizer.chat_template_kwargs or {})
     texts[DATE] = tokenizer.template_date or UNKNOWN
     models = {"model": _model_parts(config.policy, hashes)}
-    for model in config.models_beside:
+    for model in [name for name in config.sections if name != "policy"]:
         role, _, name = model.partition(":")
         parts = _model_parts(config.model(model), hashes)
         models.setdefault(role, {}).update(

@@ -161,7 +161,7 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
     rollouts, batch, dp = (
         config.rollouts.num_rollouts_per_step,
         problems.section.train_global_batch_size,
-        config.replicas_of(problems.section),
+        config.replicas_of(problems.model),
     )
     key = f"{at}train_global_batch_size"
     sources = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]

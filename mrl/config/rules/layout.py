@@ -37,13 +37,18 @@ _RESOURCES = f"{_GENERATION}.colocated.resources"
 def check_cluster(config: RunConfig, problems: Problems) -> None:
     """Checks that the cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
     at = problems.at
-    if _misses_dedicated(config, problems):
+    if _misses_dedicated(config, problems) or (config.own_nodes and _misses_nodes(config, problems)):
         return
-    cluster, ranks = config.cluster, config.num_policy_ranks
+    cluster, ranks, own = config.cluster, config.num_ranks_of(problems.model), config.own_nodes.get(problems.model)
     slot_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
     slots = f"cluster.num_nodes={cluster.num_nodes} x {slot_key}={cluster.slots_per_node}"
-    if ranks < cluster.num_slots:
-        slots += f" less {config.num_dedicated_slots} of dedicated engines"
+    if own is not None:
+        slots = f"{own} of its own nodes x {slot_key}={cluster.slots_per_node}"
+    elif ranks < cluster.num_slots:
+        taken = {"dedicated engines": config.num_dedicated_slots, "teachers": config.num_own_slots}
+        if not cluster.gpus_per_node:
+            del taken["dedicated engines"]
+        slots += "".join(f" less {number} of {what}" for what, number in taken.items() if number)
     wrong: dict[str, int] = {}
     products = []
     for names in (DENSE_SIZES, EXPERT_SIZES):
@@ -60,6 +65,39 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
         problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
     if config.has_engines:
         _check_engine_slots(config, problems)
+
+
+def _misses_nodes(config: RunConfig, problems: Problems) -> bool:
+    """Checks the nodes that teachers have to themselves: whole ones, which leave some to the policy."""
+    cluster, own = config.cluster, config.own_nodes
+    teaching, key = config.teaching, "distillation.teacher_nodes"
+    if teaching is not None:
+        key = "on_policy_distillation.non_colocated_teachers.enabled"
+        allowed = {"gpus_per_node": cluster.gpus_per_node} if cluster.gpus_per_node else {}
+        for name in teaching.teachers:
+            place = teaching.place_of(name)
+            nodes = place.get("num_nodes", 1)
+            wrong = {} if type(nodes) is int and nodes > 0 else {"num_nodes": "a whole number from 1 on"}
+            wrong |= {other: str(number) for other, number in allowed.items() if place.get(other, number) != number}
+            for other, right in wrong.items():
+                rule = f"teacher {name} has whole nodes to itself, but {other}={spell(place.get(other))}"
+                problems.add(key, rule, f"set its {other} to {right}, or this to false")
+            if wrong:
+                return True
+    of_engines = config.num_dedicated_slots // cluster.slots_per_node if cluster.gpus_per_node else 0
+    if (taken := sum(own.values()) + of_engines) >= cluster.num_nodes:
+        also = f" and {of_engines} of dedicated engines" if of_engines else ""
+        rule = (
+            f"{sum(own.values())} nodes of teachers{also} leave the policy none of cluster.num_nodes="
+            f"{cluster.num_nodes}"
+        )
+        problems.add(key, rule, f"raise cluster.num_nodes above {taken}, or let teachers share the policy's nodes")
+        return True
+    if not cluster.gpus_per_node and config.num_dedicated_slots:
+        rule = "on hosts without GPUs dedicated engines add slots to nodes, which teachers would have to share"
+        problems.add(key, rule, "set policy.generation.colocated.enabled=true")
+        return True
+    return False
 
 
 def _slot_keys(config: RunConfig) -> list[str]:

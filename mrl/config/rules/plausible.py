@@ -123,7 +123,7 @@ def find_doubts(config: RunConfig) -> list[str]:
                 problems.add(key, rule, way_out)
     with suppress(NotKnown):
         doubt_rows(config, problems)
-        for model in config.models_beside:
+        for model in [name for name in config.sections if name != "policy"]:
             doubt_rows(config, inner := Problems(config, config.facts.origins, model))
             said = {(doubt.id, doubt.value) for doubt in problems.merged}
             problems.extend(doubt for doubt in inner.merged if (doubt.id, doubt.value) not in said)

@@ -264,7 +264,8 @@ def _check_flex(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{at}hybridep_num_ranks_per_nvlink_domain", rule, "use a divisor of them, or leave it out")
     elif (
         megatron.uses_hybridep
-        and megatron is not config.policy.megatron_cfg
+        and problems.model != "policy"
+        and problems.model not in config.own_nodes
         and config.policy.megatron_cfg.uses_hybridep
     ):
         rule = "HybridEP has one buffer per process, and the policy's model has it"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mrl.config.fields import AboveZero, AllOrCount, Count, Finite, NotNegative, Positive, Range, Share, follows
 
@@ -210,87 +210,6 @@ class GrpoConfig:
     @property
     def num_rollouts_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_generations_per_prompt
-
-
-@dataclass
-class DistillationConfig:
-    """Learning from a teacher's distribution at tokens that the policy (student) draws. Rewards are only measured."""
-
-    num_prompts_per_step: Positive = 128
-    """Prompts per step."""
-    num_generations_per_prompt: Positive = 1
-    """Rollouts of each prompt."""
-    max_rollout_turns: Positive = 1
-    """Most turns of a rollout, if its environment answers."""
-    max_num_steps: Positive = 1000
-    """The run ends after this many steps in all, those before a resume included."""
-    max_num_epochs: Positive = 10
-    """The run ends after this many passes over the training prompts."""
-    val_period: Count = 20
-    """Validate every this many steps; 0 = never."""
-    val_at_start: bool = False
-    """Validate before the first update (step 0)."""
-    val_at_end: bool = False
-    """Validate after the last step."""
-    max_val_samples: Positive | None = 512
-    """Validation prompts used, the first ones of the file; null = all."""
-    topk_logits_k: Positive = 64
-    """Tokens that the teacher holds likeliest at each position: its distribution is that of these alone. At most the
-    vocabulary.
-    """
-    seed: Count = 42
-    """Seed of the run: data order and sampling. Config and seed fix the run bit for bit on CPU."""
-
-
-@dataclass
-class TeacherPlacesConfig:
-    """Layouts of teachers, each over all policy ranks: they work between rollouts and update, on the policy's GPUs."""
-
-    default_teacher_cfg: dict[str, Any] = field(default_factory=dict)
-    """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel
-    sizes are 1 by default, other keys the policy's. `num_nodes` and `gpus_per_node` are of NeMo RL's separate GPUs."""
-    teacher_overrides: dict[str, Any] = field(default_factory=dict)
-    """Name of a teacher -> keys that it has in place of the defaults."""
-
-
-@dataclass
-class OnPolicyDistillationConfig:
-    """Teachers judge the tokens that the policy drew (arXiv:2601.02780): with grpo.adv_estimator.name=opd, the
-    advantage of a token is log(teacher's probability / policy's), and, as far as orm_advantage_weight says, that of its
-    rollout's reward."""
-
-    enabled: bool = False
-    """Rows have teachers, and advantages come from them."""
-    teacher_model_by_agent_name: dict[str, str] = field(default_factory=dict)
-    """Name -> model, a folder or an id. A row's name is its `agent_ref.name`, or without one its environment's."""
-    default_teacher_alias: str | None = None
-    """One of these names, for rows whose own is not among them; null = they are errors."""
-    strict_agent_name_match: bool = False
-    """Such rows are errors, whatever default_teacher_alias says."""
-    deduplicate_shared_teacher_checkpoints: bool = True
-    """Names of one model share a copy of it. false: each has its own, which need have no other layout."""
-    use_orm_advantage: bool = False
-    """The reward counts, too."""
-    orm_advantage_weight: NotNegative = 0.0
-    """Weight of the advantage of the rollout's reward in its group, against 1 for the teacher's; with
-    use_orm_advantage.
-    """
-    non_colocated_teachers: TeacherPlacesConfig | None = None
-
-    @property
-    def reward_weight(self) -> float:
-        return self.orm_advantage_weight if self.use_orm_advantage else 0.0
-
-    def teacher_of(self, name: str) -> str | None:
-        """The name under which the teacher of a row of this name is held; None if it has none."""
-        known = self.teacher_model_by_agent_name
-        if name not in known:
-            if self.strict_agent_name_match or self.default_teacher_alias not in known:
-                return None
-            name = self.default_teacher_alias
-        if not self.deduplicate_shared_teacher_checkpoints:
-            return name
-        return next(other for other, model in known.items() if model == known[name])
 
 
 @dataclass

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
-    DistillationConfig,
     DpoConfig,
     EvalConfig,
     GrpoConfig,
     LossConfig,
-    OnPolicyDistillationConfig,
     RewardPenaltiesConfig,
     RmConfig,
     SftConfig,
 )
 from mrl.config.schema.data import DataConfig
+from mrl.config.schema.distillation import DistillationConfig, OnPolicyDistillationConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.logger import LoggerConfig
@@ -236,7 +235,16 @@ class RunConfig:
     @property
     def models_beside(self) -> tuple[ModelName, ...]:
         """The models, other than the policy, that policy ranks hold."""
-        return tuple(model for model in self.sections if model != "policy")
+        return tuple(model for model in self.sections if model != "policy" and model not in self.own_nodes)
+
+    @property
+    def own_nodes(self) -> dict[ModelName, int]:
+        """Number of nodes that each teacher with nodes of its own has."""
+        if self.algorithm == "distillation":
+            nodes = self.distillation.teacher_nodes
+            return {"teacher": nodes} if nodes and self.teacher is not None else {}
+        own = {} if self.teaching is None else self.teaching.own_nodes
+        return {f"teacher:{name}": nodes for name, nodes in own.items()}
 
     @property
     def trained_models(self) -> tuple[ModelName, ...]:
@@ -393,21 +401,32 @@ class RunConfig:
     @property
     def num_policy_ranks(self) -> int:
         """Slots with a policy rank: the world size of the trainer."""
-        return self.cluster.num_slots - (self.num_dedicated_slots if self.cluster.gpus_per_node else 0)
+        others = self.num_own_slots + (self.num_dedicated_slots if self.cluster.gpus_per_node else 0)
+        return self.cluster.num_slots - others
+
+    @property
+    def num_own_slots(self) -> int:
+        """Slots of teachers with nodes of their own; they follow the policy's."""
+        return sum(self.own_nodes.values()) * self.cluster.slots_per_node
 
     @property
     def num_slots(self) -> int:
         """Slots in all."""
-        return self.num_policy_ranks + self.num_dedicated_slots
+        return self.num_policy_ranks + self.num_own_slots + self.num_dedicated_slots
 
     @property
     def data_parallel_size(self) -> int:
         """DP: replicas of the policy's dense layers."""
-        return self.replicas_of(self.policy)
+        return self.replicas_of("policy")
 
-    def replicas_of(self, model: PolicyConfig) -> int:
+    def num_ranks_of(self, model: ModelName) -> int:
+        """Ranks that hold a model: those of its own nodes, or the policy's."""
+        nodes = self.own_nodes.get(model)
+        return self.num_policy_ranks if nodes is None else nodes * self.cluster.slots_per_node
+
+    def replicas_of(self, model: ModelName) -> int:
         """DP of a model: replicas of its dense layers."""
-        return self.num_policy_ranks // model.megatron_cfg.model_parallel_size
+        return self.num_ranks_of(model) // self.model(model).megatron_cfg.model_parallel_size
 
     @property
     def num_engines(self) -> int:

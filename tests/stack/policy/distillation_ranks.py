@@ -13,7 +13,8 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.config.model import with_value
-from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
+from mrl.config.schema.algo import LossConfig
+from mrl.config.schema.distillation import OnPolicyDistillationConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.packing import PackedRow

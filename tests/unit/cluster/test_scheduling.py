@@ -6,6 +6,7 @@ from mrl.cluster.scheduling import (
     EngineSlots,
     device_ids,
     engine_slots,
+    find_shared_node,
     find_uneven_engine,
     lost_engine,
     num_gateways,
@@ -110,6 +111,19 @@ def test_the_table_has_a_line_for_every_slot():
         "2     host-b  -     0.0",
         "3     host-b  -     0.1",
     ]
+
+
+def test_the_table_names_the_ranks_of_models_with_nodes_of_their_own():
+    own, engines = {"teacher:math": range(1, 3)}, [EngineSlots(0, (0,))]
+    assert slot_table(["a", "b", "b"], 1, engines, own)[1:] == [
+        "0     a     0     0.0",
+        "1     b     -     -  teacher:math 0",
+        "2     b     -     -  teacher:math 1",
+    ]
+    assert find_shared_node({0: 0, 1: 1, 2: 1}, own, 3) is None
+    assert (
+        find_shared_node({0: 0, 1: 0, 2: 1}, own, 3) == find_shared_node({0: 1, 1: 1, 2: 1}, own, 3) == "teacher:math"
+    )
 
 
 def test_slots_share_the_cores_of_their_own_node():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster.scheduling import engine_slots, own_slots
 from mrl.config.load import load_config, read_run, resolved_yaml
 from mrl.config.model import with_cached_folders
 from tests.unit.config.problems import texts_of
@@ -37,7 +38,7 @@ on_policy_distillation:
 """
 PLACES = """
   non_colocated_teachers:
-    enabled: true
+    enabled: false
     default_teacher_cfg: {tensor_model_parallel_size: 2, num_nodes: 1, gpus_per_node: 8, precision: bf16,
                           micro_batch_size: 1}
     teacher_overrides:
@@ -109,6 +110,41 @@ def test_a_row_has_the_teacher_of_its_agent(tmp_path: Path):
     config = load_config(write(tmp_path, STUDENT, "  deduplicate_shared_teacher_checkpoints: false\n"))
     assert config.models_beside == ("teacher:math_agent", "teacher:code_agent", "teacher:mcqa_agent")
     assert config.teacher_of("mcqa_agent") == "teacher:mcqa_agent"
+
+
+def test_teachers_have_nodes_of_their_own_in_nemo_rls_words(tmp_path: Path):
+    """As nemo_rl/algorithms/grpo.py counts: cluster.num_nodes less those of teachers and engines are the policy's."""
+    own = "on_policy_distillation.non_colocated_teachers"
+    keys = [f"{own}.enabled=true", "cluster.num_nodes=8", "cluster.gpus_per_node=8"]
+    keys += ["policy.generation.colocated={enabled: false, resources: {num_nodes: 3}}"]
+    sizes = f"{own}.teacher_overrides.code_agent.num_nodes=2"
+    config = load_config(write(tmp_path, STUDENT, PLACES), [*keys, sizes])
+    one, two = config.own_nodes
+    assert config.own_nodes == {one: 1, two: 2} and config.models_beside == ()
+    assert (config.num_policy_ranks, config.num_own_slots, config.num_dedicated_slots, config.num_slots) == (
+        2 * 8,
+        3 * 8,
+        3 * 8,
+        64,
+    )
+    assert (config.replicas_of(one), config.replicas_of(two), config.data_parallel_size) == (8 // 2, 16 // 4, 16 // 4)
+    assert own_slots(config) == {one: range(16, 24), two: range(24, 40)}
+    assert engine_slots(config)[0].slots[0] == 40
+    found = problems(tmp_path, *keys, f"{own}.teacher_overrides.code_agent.num_nodes=4")
+    assert "5 nodes of teachers and 3 of dedicated engines leave the policy none of cluster.num_nodes=8" in found
+    found = problems(tmp_path, *keys, f"{own}.default_teacher_cfg.gpus_per_node=4")
+    assert "teacher math_agent has whole nodes to itself, but gpus_per_node=4; set its gpus_per_node to 8" in found
+    assert "num_nodes=two; set its num_nodes to a whole number from 1 on" in problems(
+        tmp_path, *keys, f"{own}.default_teacher_cfg.num_nodes=two"
+    )
+    # Enough for the policy, and not for the teacher.
+    found = problems(tmp_path, *keys, f"{own}.teacher_overrides.code_agent.pipeline_model_parallel_size=16")
+    assert "code_agent: megatron_cfg.pipeline_model_parallel_size=16: the 8 slots (1 of its own nodes x" in found
+
+
+def problems(tmp_path: Path, *overrides: str) -> str:
+    _, _, found = read_run(write(tmp_path, STUDENT, PLACES), list(overrides))
+    return "\n".join(map(str, found)) or "\n".join(texts_of(load_config(write(tmp_path, STUDENT, PLACES), overrides)))
 
 
 def test_logprobs_of_the_policy_are_computed_whatever_the_ratio_needs(tmp_path: Path):

@@ -15,6 +15,7 @@ from mrl.plan.memory import (
     disk_bytes,
     engine_memory,
     host_memory,
+    memory_apart,
     rank_memory,
     saved_bytes,
     stage_states,
@@ -88,6 +89,29 @@ def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: 
     assert mine.weights == plain.weights
     assert plain.gradients - mine.gradients == 4 * 151936 * 2048
     assert plain.optimizer - mine.optimizer == 12 * 151936 * 2048 / 4
+
+
+def test_a_teacher_with_nodes_of_its_own_takes_none_of_the_policys(folders: dict[str, str]):
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"], "policy.generation.vllm_cfg.max_num_seqs=128"])
+    teacher = load_config(
+        "grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]
+    ).policy
+    config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
+    config = with_value(config, "distillation.teacher_nodes", 4)
+    config = with_value(config, "cluster.num_nodes", alone.cluster.num_nodes + 4)
+    assert config.num_policy_ranks == alone.num_policy_ranks
+    model, plain = read_model(config), read_model(alone)
+    mine, before = (
+        rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases
+        for given in ((config, model), (alone, plain))
+    )
+    assert mine == before
+    stages = [PlanModel(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
+    parts = memory_apart(config, model)["teacher"]
+    assert parts["weights"] in [2 * (stage.dense + stage.experts) for stage in stages]
+    assert sum(parts.values()) > parts["weights"] and memory_apart(alone, plain) == {}
+    host, host_alone = (host_memory(*given, stage_states(*given, 0)) for given in ((config, model), (alone, plain)))
+    assert "weights of the teacher" not in host and host.keys() == host_alone.keys()
 
 
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
