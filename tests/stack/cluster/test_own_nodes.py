@@ -47,7 +47,11 @@ def test_a_teacher_on_its_own_node_teaches_what_one_beside_the_policy_does(
     overrides = [*SHORT, *(f"{section}.{step}" for step in STEPS)]
     if name == "mopd":
         names = f"{{carrying: {teacher}, plain: {TINY / 'model'}}}"
-        overrides.append(f"on_policy_distillation.teacher_model_by_agent_name={names}")
+        overrides += [
+            f"on_policy_distillation.teacher_model_by_agent_name={names}",
+            f"{PLACES}.default_teacher_cfg.tensor_model_parallel_size=1",
+            f"{PLACES}.teacher_overrides={{}}",
+        ]
     else:
         overrides += [f"teacher.model_name={teacher}", "teacher.megatron_cfg.pipeline_model_parallel_size=1"]
     train(tmp_path / "beside", *overrides, config=config)
