@@ -50,7 +50,8 @@ def test_a_teacher_on_its_own_node_teaches_what_one_beside_the_policy_does(
         overrides += [
             f"on_policy_distillation.teacher_model_by_agent_name={names}",
             f"{PLACES}.default_teacher_cfg.tensor_model_parallel_size=1",
-            f"{PLACES}.teacher_overrides={{}}",
+            f"{PLACES}.teacher_overrides.plain.pipeline_model_parallel_size=1",
+            f"{PLACES}.teacher_overrides.plain.num_layers_in_first_pipeline_stage=null",
         ]
     else:
         overrides += [f"teacher.model_name={teacher}", "teacher.megatron_cfg.pipeline_model_parallel_size=1"]
