@@ -113,7 +113,7 @@ def test_a_row_has_the_teacher_of_its_agent(tmp_path: Path):
 
 
 def test_teachers_have_nodes_of_their_own_in_nemo_rls_words(tmp_path: Path):
-    """As nemo_rl/algorithms/grpo.py counts: cluster.num_nodes less those of teachers and engines are the policy's."""
+    """Follows nemo_rl/algorithms/grpo.py: the policy has cluster.num_nodes less those of teachers and engines."""
     own = "on_policy_distillation.non_colocated_teachers"
     keys = [f"{own}.enabled=true", "cluster.num_nodes=8", "cluster.gpus_per_node=8"]
     keys += ["policy.generation.colocated={enabled: false, resources: {num_nodes: 3}}"]
