@@ -21,8 +21,8 @@ from mrl.config.values import Tree, Unresolved, read_teacher
 from mrl.phases import ModelName
 
 if TYPE_CHECKING:
-    from mrl.config.schema.distillation import OnPolicyDistillationConfig
     from mrl.config.schema.policy import PolicyConfig
+    from mrl.config.schema.teachers import OnPolicyDistillationConfig
 
 TEACHER, POLICY, SEVERAL = "teacher", "policy", "on_policy_distillation."
 

@@ -14,9 +14,9 @@ from mrl.cluster.session import Session, start_policies
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.model import with_value
 from mrl.config.schema.algo import GrpoConfig
-from mrl.config.schema.distillation import DistillationConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.schema.teachers import DistillationConfig
 from mrl.data.batch import batch_examples
 from mrl.data.order import num_steps_of, prompts_of_step
 from mrl.data.planning import SequenceCost, sequence_cost

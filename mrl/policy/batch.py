@@ -28,8 +28,8 @@ from mrl.algo.token_advantages import (
     token_advantages,
 )
 from mrl.config.schema.algo import GrpoConfig, LossConfig
-from mrl.config.schema.distillation import OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
+from mrl.config.schema.teachers import OnPolicyDistillationConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.metrics import extreme_of
 from mrl.policy.packed import join, local_positions

@@ -24,12 +24,12 @@ from mrl.config.schema.algo import (
     SftConfig,
 )
 from mrl.config.schema.data import DataConfig
-from mrl.config.schema.distillation import DistillationConfig, OnPolicyDistillationConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
+from mrl.config.schema.teachers import DistillationConfig, OnPolicyDistillationConfig
 from mrl.phases import ModelName, role_of
 
 # Rollouts of an engine where nobody knows how many a validation has.

@@ -14,9 +14,9 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig
-from mrl.config.schema.distillation import OnPolicyDistillationConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import Facts, RunConfig
+from mrl.config.schema.teachers import OnPolicyDistillationConfig
 from mrl.data.packing import PackedRow
 from mrl.types import TeacherTokens, TokenSample
 from tests.rollouts import pulled
