@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,6 +77,9 @@ def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Specs of the transformer layers of a chunk of this pipeline stage (None: the whole stage) and the final norm."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAVE_TE, vp_stage=vp_stage)
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = FullRankAttention
     if HAVE_TE:
         return block
     for layer in block.layer_specs:
@@ -195,6 +199,18 @@ class PackedCoreAttention(MegatronModule):
         # the ranks.
         keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
+
+
+class FullRankAttention(MLASelfAttention):
+    """Latent attention whose queries have full rank and no norm.
+
+    From 0.17 on Megatron normalizes such queries wherever it normalizes keys, as no DeepSeek does.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: object) -> dict[str, object]:
+        # 0.16.1 has no such method.
+        resolve: Callable[[object], dict[str, object]] = getattr(super(), "_resolve_qk_norm_config")  # noqa: B009
+        return {**resolve(submodules), "linear_q_proj": ColumnLinear}
 
 
 class RecomputedStack(versions.HybridStack):
