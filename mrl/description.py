@@ -10,6 +10,7 @@ from pathlib import Path
 from conversion.files.hf_weights import describe_dtypes
 from mrl.config.errors import NotKnown
 from mrl.config.model import read_model
+from mrl.config.parsers import shows_tools
 from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
@@ -126,6 +127,8 @@ def _agents(config: RunConfig) -> str:
     if config.env.has_agents and chat.enable_auto_tools:
         parser = chat.tool_parser
         lines.append(f"tool calls as vLLM's {parser} reads them" if parser else "tool calls by the model's template")
+        if shows_tools(config) is False:
+            lines.append(f"the chat template of {config.policy.tokenizer.name} shows no tools: name them in a message")
     return "\n".join(lines) or "none"
 
 

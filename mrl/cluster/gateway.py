@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -46,7 +46,7 @@ from mrl.rollout.engine_lines import EngineLines
 from mrl.rollout.environment import set_variables, variables_of_children
 from mrl.rollout.gateway import Gateway
 from mrl.rollout.gym_process import reach_gym
-from mrl.rollout.http_gate import listen, make_server
+from mrl.rollout.http_gate import CHAT_KEY, listen, make_server
 from mrl.rollout.remote import RemoteAgent
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
 
@@ -90,6 +90,8 @@ class Progress:
     """Number of rollouts that wait for an agent that cannot be reached, and the reason, by the agent's name."""
     blocked: Mapping[str, str]
     """Lines at which an agent has blocked the others of its process, and the agent's name."""
+    altered: Set[tuple[str, str]]
+    """Agents, and what was altered in requests of theirs: see `AgentSession.altered`."""
 
 
 class AgentRuns:
@@ -117,7 +119,9 @@ class AgentRuns:
         unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered
         waiting, blocked = self.runner.waiting(), self.runner.blocked()
-        return Progress(infos, num_answered, gateway.engines.num_asked, unreachable, waiting, blocked), pack(rollouts)
+        altered = frozenset(self.runner.altered)
+        progress = Progress(infos, num_answered, gateway.engines.num_asked, unreachable, waiting, blocked, altered)
+        return progress, pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
         self._work.answer(task.request_id, await self.runner.run(task))
@@ -260,6 +264,8 @@ class GatewayGroup(Actors[GatewayActor]):
         )
         self._waiting = [dict[str, tuple[int, str]]() for _ in range(num_gateways)]
         """Agents that each gateway waits for: see `Progress.waiting`."""
+        self._altered: set[tuple[str, str]] = set()
+        """Agents, and what was said to be altered in requests of theirs."""
         self._blocked: set[str] = set()
         """Lines that have been said to block."""
         self._starting = dict[int, ray.ObjectRef[str]]()
@@ -311,6 +317,9 @@ class GatewayGroup(Actors[GatewayActor]):
         for engine in progress.unreachable:
             asyncio.ensure_future(self.engines.look_after(engine))
         self._say_waiting(index, progress.waiting)
+        for agent, name in sorted(progress.altered - self._altered):
+            logger.warning("%s (rollout/%s/%s)", altered_text(agent, name, self.config), agent, name)
+        self._altered |= progress.altered
         for place in progress.blocked.keys() - self._blocked:
             self._blocked.add(place)
             way_out = "await what takes long, or call it by asyncio.to_thread"
@@ -385,6 +394,18 @@ class GatewayGroup(Actors[GatewayActor]):
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / (f"gateway-{index}.log" if index else FIRST_LOG)
+
+
+def altered_text(agent: str, name: str, config: RunConfig) -> str:
+    """Says what an entry of `AgentSession.altered` means, and what to do."""
+    kind, _, part = name.partition("_")
+    if kind == "overridden":
+        return f"Agent {agent} asks for a {part} of its own; the run's is used, so that trained tokens are its policy's"
+    lost = "tools" if part == "tools" else f"a part of its requests, {part}"
+    return (
+        f"Agent {agent} sends {lost}, which the chat template of {config.policy.tokenizer.name} does not write: the "
+        f"model does not see it. Say it in a message, or set {CHAT_KEY}.chat_template to one that writes it"
+    )
 
 
 def start_s(config: RunConfig) -> float:

@@ -97,6 +97,12 @@ def readers(template: str, marks: tuple[tuple[str, tuple[str, ...]], ...]) -> tu
     return next((names for mark, names in marks if re.search(mark, template)), ())
 
 
+def shows_tools(config: RunConfig) -> bool | None:
+    """Whether the chat template of conversations over HTTP reads a request's tools; None if it is not here."""
+    template = served_text(config)
+    return None if template is None else bool(re.search(r"\btools\b", template))
+
+
 def tool_parser_of(config: RunConfig) -> str | None:
     """The parser of the tool calls that the model is shown; None if the template is not here, or has another format."""
     template = served_text(config)
@@ -104,7 +110,7 @@ def tool_parser_of(config: RunConfig) -> str | None:
         return None
     if names := readers(template, TOOL_CALLS):
         return names[0]
-    if re.search(r"\btools\b", template):
+    if shows_tools(config):
         return None
     with suppress(OSError, ValueError):
         return UNTAUGHT.get(str(read_config(Path(config.policy.model_name) / "config.json").get("model_type")), SIMPLE)

@@ -170,7 +170,9 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
                 raise  # by whoever ends the request, and not by what the agent waits for
             logger.warning("An agent failed", exc_info=error)
             return _json({"error": f"{type(error).__name__}: {error}"})
-        return _json({"reward": found.reward, "components": dict(found.components), "mask": MASK_SAMPLE in found.flags})
+        texts = {"columns": dict(found.columns), "extracted": found.extracted}
+        is_masked = MASK_SAMPLE in found.flags
+        return _json({"reward": found.reward, "components": dict(found.components), "mask": is_masked, **texts})
 
     async def health(_: Request) -> Response:
         return _json({"status": "ok"})

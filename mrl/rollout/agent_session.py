@@ -58,6 +58,8 @@ class SampledReply:
     prompt_ids: list[int]
     answers: list[SampledAnswer]
     """One for each choice, of a request with one prompt."""
+    dropped: Sequence[str] = ()
+    """Names of the request's parts that the chat template does not write."""
 
 
 @dataclass
@@ -77,8 +79,10 @@ class AgentSession:
     """Indices of the engines that have answered, in order."""
     asks: int | None = None
     """The engine that is asked first, which counts the session among its own."""
-    overridden: Counter[str] = field(default_factory=Counter)
-    """Number of requests, by parameter, that asked for another value than the run's."""
+    altered: Counter[str] = field(default_factory=Counter)
+    """Number of requests with `overridden_NAME`, a parameter at another value than the run's, and with `dropped_PART`,
+    a part that the chat template does not write.
+    """
     num_asked: int = 0
     texts: list[str] = field(default_factory=list)
     heard: Heard = field(default_factory=Heard)
@@ -100,7 +104,7 @@ class AgentSession:
         for name, value in body.items():
             is_same = value is None or value == own.get(name) or value in NEUTRAL.get(name, ())
             if name not in (*PASSED, *OWN) and not is_same:
-                self.overridden[name] += 1
+                self.altered[f"overridden_{name}"] += 1
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
         if isinstance(messages := request.get("messages"), list):
             # Which tokens an answer was sampled in, the tree says.
@@ -120,6 +124,7 @@ class AgentSession:
         """Adds an engine's answers to the tree, each as a turn; in the order of its choices."""
         choices = cast("Sequence[Mapping[str, object]]", reply.response.get("choices") or ())
         nodes = list[TreeNode]()
+        self.altered.update(f"dropped_{name}" for name in reply.dropped)
         for choice, answer in zip(choices, reply.answers, strict=True):
             message = choice.get("message")
             text = choice.get("text") if message is None else cast(Message, message).get("content")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs agents: each handles a row in a session of the gateway, gives a reward, and leaves training sequences.
 
-An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics}`,
-or `{error}`. A user's function has a URL too, that of processes of ours. An agent or server that dies under way is
-another attempt, in a new session.
+An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics,
+columns, extracted}`, or `{error}`. A user's function has a URL too, that of processes of ours. An agent or server that
+dies under way is another attempt, in a new session.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import aiohttp
 import numpy as np
 
 from mrl.config.texts import rounded, safe_text
+from mrl.envs.own import MAX_COLUMN_CHARACTERS
+from mrl.envs.scorer import MAX_COLUMNS
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import MODEL, Gateway
@@ -42,6 +44,8 @@ MAX_ATTEMPTS = 4
 MAX_FAILED_STARTS = 3
 """A process that ends so often in a row before it answers does not load the function."""
 RETRY_S, MAX_PAUSE_S = 1.0, 30.0
+NO_COLUMNS = ("extracted", "status")
+"""Texts of an answer that are no columns of the table of samples."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ class AgentRunner:
         """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
         self._nonce = secrets.token_hex(8)
+        self.altered: set[tuple[str, str]] = set()
+        """Agents, and what was altered in requests of theirs: see `AgentSession.altered`."""
         self._waiting: dict[str, tuple[str, str]] = {}
         """Agent and reason, of each rollout whose agent cannot be reached."""
 
@@ -340,8 +346,9 @@ class AgentRunner:
             "sequences": float(len(rollouts)),
             "lost_attempts": float(num_lost),
             **{f"untrained_tokens_{reason}": float(count) for reason, count in session.tree.num_untrained().items()},
-            **{f"overridden_{safe_text(name)[:80]}": float(count) for name, count in session.overridden.items()},
+            **{safe_text(name)[:90]: float(count) for name, count in session.altered.items()},
         }
+        self.altered.update((task.prompt.env_name, safe_text(name)[:90]) for name in session.altered)
         # What is masked keeps its place, and costs no more than that.
         kept = (rollouts if verdict.is_valid else rollouts[:1]) or [task.empty_rollout()]
         said = replace(verdict, metrics=metrics, text=safe_text(session.text), conversations=session.heard.shown())
@@ -349,7 +356,10 @@ class AgentRunner:
 
 
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
-    """Verdict in an agent's answer: a reward, or components summing to it; `mask` keeps the rollout out of the loss."""
+    """Verdict in an agent's answer: a reward, or components summing to it; `mask` keeps the rollout out of the loss.
+
+    Texts in `columns`, and others beside the reward, are columns of the table of samples.
+    """
     if (error := reply.get("error")) is not None:
         return failed(
             str(error)[:500] or "the agent answers an empty error",
@@ -361,6 +371,7 @@ def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
         reward = sum(components.values()) if total is None and components else _number(total, "reward")
         if not isinstance(is_masked := reply.get("mask") or False, bool):
             raise ValueError(f"the agent answers mask={is_masked!r:.80}, which is neither true nor false")
+        columns = _columns(reply)
     except ValueError as error:
         return failed(str(error), "error")
     is_valid = not (is_masked and masks_flagged)
@@ -368,8 +379,9 @@ def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
         reward,
         is_valid,
         "ok" if is_valid else "flagged",
+        safe_text(str(reply.get("extracted") or ""), MAX_COLUMN_CHARACTERS),
         "",
-        "",
+        columns=columns,
         components=components,
         flags=("mask_sample",) if is_masked else (),
         reason="" if is_valid else "its agent masks it",
@@ -389,6 +401,17 @@ def _numbers(reply: Json, name: str) -> dict[str, float]:
     if not isinstance(found, Mapping):
         raise ValueError(f"the agent answers {name}={found!r:.80}, which is no object of numbers")
     return {safe_text(str(key)): _number(value, f"{name}.{key}") for key, value in found.items()}
+
+
+def _columns(reply: Json) -> dict[str, str]:
+    found = reply.get("columns") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"the agent answers columns={found!r:.80}, which is no object of texts")
+    beside = {key: text for key, text in reply.items() if isinstance(text, str) and key not in NO_COLUMNS}
+    named = [*(beside | dict(found)).items()][:MAX_COLUMNS]
+    return {
+        safe_text(str(key), MAX_COLUMN_CHARACTERS): safe_text(str(text), MAX_COLUMN_CHARACTERS) for key, text in named
+    }
 
 
 def _number(value: object, name: str) -> float:

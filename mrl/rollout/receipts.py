@@ -35,7 +35,7 @@ class Receipt:
     sampling: SamplingParams
     """Sampling parameters that it was drawn with."""
     engine: int
-    overridden: Counter[str]
+    altered: Counter[str]
     """See `AgentSession`; of its request."""
     given_at: float = field(default_factory=time.monotonic)
 
@@ -86,7 +86,7 @@ class Receipts:
         assert node.answer is not None
         ids = node.token_ids
         digest = _digest(ids[: len(ids) - len(node.answer.token_ids)], node.answer.token_ids)
-        receipt = Receipt(node.answer, session.sampling, session.engines[-1], session.overridden)
+        receipt = Receipt(node.answer, session.sampling, session.engines[-1], session.altered)
         self._kept.setdefault(digest, []).append(receipt)
 
     def find_prefix(self, messages: object) -> tuple[list[int], int, int] | None:
@@ -116,7 +116,7 @@ class Receipts:
             if not kept:
                 del self._kept[digest]
             session.tree.add(ids[0].tolist(), receipt.answer)
-            session.overridden += receipt.overridden
+            session.altered += receipt.altered
             if receipt.engine not in session.engines:
                 session.engines.append(receipt.engine)
         return num_unknown

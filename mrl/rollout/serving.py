@@ -10,10 +10,12 @@ import asyncio
 import copy
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import jinja2
 import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -49,7 +51,7 @@ from mrl.rollout.callers import Answered, Ask
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.http_fields import Asked, described, find_mistake, naming
 from mrl.rollout.http_gate import CHAT_KEY, NEUTRAL, Limits, default_parameters, find_deviation, find_refusal
-from mrl.rollout.sessions import Message, continued, num_messages_to_answer, take_prefix
+from mrl.rollout.sessions import Message, continued, droppable, num_messages_to_answer, take_prefix
 from mrl.rollout.turn_tree import FORCED, NO_ROUTES, SampledAnswer
 from mrl.types import SamplingParams
 
@@ -130,6 +132,8 @@ class Handlers:
         for handler in (self.chats, self.completions):
             handler.default_sampling_params = default_parameters(self.sampling)
         client.sampling = self.sampling
+        self._dropped: dict[frozenset[str], list[str]] = {}
+        """Parts of requests that the chat template drops, by the parts that requests have."""
         self.limits = Limits(max_model_len=vllm_cfg.max_model_len, num_slots=vllm_cfg.num_http_slots)
 
     async def answer(
@@ -156,6 +160,7 @@ class Handlers:
         request = _read(kind, plain)
         request.request_id = uuid.uuid4().hex
         _asking.set(asking)
+        dropped = list[str]()
         if isinstance(request, CompletionRequest):
             response = _successful(await self.completions.create_completion(request), CompletionResponse)
         else:
@@ -164,6 +169,8 @@ class Handlers:
             if prefix is not None:
                 # vLLM's way to hand over a prompt that has been rendered elsewhere.
                 request.kv_transfer_params = {"prompt_token_ids": await self._continued(request, *prefix)}
+            if asking.in_session:
+                dropped = await self._find_dropped(request)
             response = _successful(await self.chats.create_chat_completion(request), ChatCompletionResponse)
         answers = asking.answers
         versions: Json = {
@@ -173,7 +180,8 @@ class Handlers:
         prompt_ids: list[int] = list(answers[0].output.prompt_token_ids or ())
         # A client that sends the first tokens knows their routes, but not the last one's.
         known = len(prefix[0]) - 1 if is_chat and prefix is not None else 0
-        return SampledReply(response.model_dump() | versions, prompt_ids, list(_sampled(answers[0], known)))
+        sampled = list(_sampled(answers[0], known))
+        return SampledReply(response.model_dump() | versions, prompt_ids, sampled, dropped)
 
     async def tokenize(self, body: Json) -> Json:
         """Token ids of a text or a conversation; those that it is to begin with are kept, as in a chat."""
@@ -202,6 +210,22 @@ class Handlers:
         answered_ids = await self._template_ids(request, num_answered, is_whole=False)
         whole_ids = await self._template_ids(request, len(request.messages), is_whole=True)
         return continued(prefix, answered_ids, whole_ids, frozenset(self.sampling.stop_token_ids))
+
+    async def _find_dropped(self, request: ChatCompletionRequest) -> list[str]:
+        """Names the parts of a request without which the chat template writes the same; looks once at each kind."""
+        has_tools = bool(request.tools) and request.tool_choice != "none"
+        messages = cast("list[Message]", copy.deepcopy(request.messages))
+        parts = dict(droppable(messages, has_tools=has_tools, has_documents=bool(request.documents)))
+        if (found := self._dropped.get(frozenset(parts))) is None:
+            found = list[str]()
+            for name, changes in parts.items():
+                with suppress(HTTPException, VLLMClientError, ValueError, TypeError, jinja2.TemplateError):
+                    whole = await self._template_ids(request, len(messages), is_whole=True)
+                    changed = request.model_copy(update=changes)
+                    if whole == await self._template_ids(changed, len(messages), is_whole=True):
+                        found.append(name)
+            self._dropped[frozenset(parts)] = found
+        return found
 
     async def _template_ids(self, request: ChatCompletionRequest, num_messages: int, *, is_whole: bool) -> list[int]:
         changes: dict[str, object] = {"messages": copy.deepcopy(request.messages[:num_messages])}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 Message = Mapping[str, object]
@@ -103,3 +103,32 @@ def continued(
     # An answer that was cut off at its longest has no end mark of its own; one that has another than the template's
     # gets no second.
     return [*sampled_ids, *whole_ids[end + (sampled_ids[-1] in end_ids) :]]
+
+
+def droppable(
+    messages: Sequence[Message], *, has_tools: bool, has_documents: bool
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Parts that a chat template may drop, each with changed fields that render as the same text only if it does.
+
+    Not the assistant's own texts: templates leave thoughts of earlier turns out on purpose.
+    """
+    if has_tools:
+        yield "tools", {"tools": None}
+    if has_documents:
+        yield "documents", {"documents": None}
+    said = [message for message in messages if message.get("content")]
+    for role in sorted({str(message.get("role")) for message in said} - {"assistant"}):
+        twice = [
+            {**message, "content": content * 2}
+            if message.get("role") == role and isinstance(content := message.get("content"), str | list)
+            else message
+            for message in messages
+        ]
+        yield f"role_{role}", {"messages": twice}
+    if any(message.get("tool_calls") for message in messages):
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            | {"content": message.get("content") or ""}
+            for message in messages
+        ]
+        yield "tool_calls", {"messages": without}

@@ -132,6 +132,16 @@ def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
     return max(((row.get(f"{env}/failed") or 0.0) / count for env, count in counts.items() if count), default=None)
 
 
+def _altered(kind: str) -> Measure:
+    """Measures the mean number of an agent's requests in a rollout that were altered so."""
+
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        row = rows[-1] if rows else {}
+        return max((count or 0.0 for name, count in row.items() if f"/{kind}_" in name), default=None)
+
+    return measure
+
+
 RULES = (
     Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
@@ -167,6 +177,13 @@ RULES = (
     Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
          "its reward function fails or times out",
          "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway*.log"),
+    Advice("dropped", "look", "requests of an agent with parts that the chat template does not write, a rollout,",
+           _altered("dropped"), 0.0, "the model's template has no tools, or not the role",
+         "rollout/*/dropped_* says which; a message that says it; "
+         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template"),
+    Advice("overridden", "look", "requests of an agent with sampling parameters of its own, a rollout,",
+           _altered("overridden"), 0.0, "the agent sets them, and the run's are used",
+         "rollout/*/overridden_* says which; leave them out; policy.generation"),
     Advice("router", "look", "unused experts of the worst layer, 3 steps,",
            _mean("train/moe/unused_experts_worst", steps=3), 0.5,
          "the router collapses",

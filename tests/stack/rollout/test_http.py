@@ -158,6 +158,7 @@ def test_strict_tools_force_no_token(engine: Engine, running: Running):
         body = {"tools": [strict], "parallel_tool_calls": False, "max_completion_tokens": 4}
         served(engine, lambda: chat(client, [{"role": "user", "content": "2+3"}], **body))
         assert [node.untrained for node in session.tree.nodes] == [""]
+        assert session.altered == {"dropped_tools": 1}, "the tiny model's template writes none"
 
 
 def agent(running: Running, session: AgentSession) -> openai.OpenAI:

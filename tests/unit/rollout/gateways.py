@@ -91,7 +91,7 @@ class FakeEngine:
             "weight_version": self.weight_version,
             "num_weight_versions": 1,
         }
-        return SampledReply(response, prompt_ids, answers)
+        return SampledReply(response, prompt_ids, answers, ["tools"] if body.get("tools") else [])
 
     def answer(self, body: dict, number: int, index: int, num_prompt: int, is_cut: bool) -> SampledAnswer:
         start, routes = 0, None

@@ -84,6 +84,17 @@ def test_a_function_gives_a_reward_and_sequences(running: Running, runner: Agent
     assert verdict.metrics == {"sequences": 1, "lost_attempts": 0} and verdict.text.startswith("answer ")
 
 
+def test_texts_beside_a_reward_are_columns_of_the_samples(running: Running, runner: AgentRunner):
+    (ran,) = run(running, runner, task("columns"))
+    verdict = ran.verdict
+    assert (verdict.reward, verdict.components) == (1.0, {"tries": 2.0})
+    assert (verdict.columns, verdict.extracted) == ({"plan": "add \N{REPLACEMENT CHARACTER}"}, "42")
+    # A server of the user's: texts beside the reward, or gathered.
+    for reply in ({"reward": 1, "plan": "add"}, {"reward": 1, "columns": {"plan": "add"}}):
+        assert judged(reply, masks_flagged=True).columns == {"plan": "add"}
+    assert "columns=3, which is no object" in judged({"reward": 1, "columns": 3}, masks_flagged=True).reason
+
+
 def test_what_is_no_reward_masks_the_rollout_with_its_reason(running: Running, runner: AgentRunner):
     raised, text, masked = run(running, runner, task("raise"), task("text"), task("mask"))
     assert (raised.verdict.status, raised.verdict.reason) == ("error", "KeyError: 'nothing there'")

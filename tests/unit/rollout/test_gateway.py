@@ -146,17 +146,24 @@ def test_what_a_session_may_not_choose_is_overridden_and_counted(
     chat(client, "hi", temperature=0.1, top_p=1.0, seed=1, logit_bias={"5": 1}, stop="x", user="me", extra_body=extra)
     chat(client, "hi", temperature=0.9, seed=1, frequency_penalty=0.0, presence_penalty=0, logit_bias={})
     (asked, again) = engine.asked
-    assert session.overridden == {
-        "temperature": 1,
-        "seed": 2,
-        "logit_bias": 1,
-        "top_k": 1,
-        "min_tokens": 1,
-        "vllm_xargs": 1,
+    assert session.altered == {
+        "overridden_temperature": 1,
+        "overridden_seed": 2,
+        "overridden_logit_bias": 1,
+        "overridden_top_k": 1,
+        "overridden_min_tokens": 1,
+        "overridden_vllm_xargs": 1,
     }
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["stop"]) == (0.9, 1.0, 0, ["x"])
     assert asked["chat_template_kwargs"] == {"x": 1} and asked["seed"] != again["seed"] != 1
     assert not {"logit_bias", "min_tokens", "vllm_xargs", "user", "model", "priority"} & asked.keys()
+
+
+def test_parts_that_the_template_drops_are_counted(client: openai.OpenAI, session: AgentSession):
+    chat(client, "hi", tools=[TOOL])
+    chat(client, "hi")
+    chat(client, "hi", tools=[TOOL])
+    assert session.altered == {"dropped_tools": 2}
 
 
 def test_what_a_grammar_forced_is_not_trained(client: openai.OpenAI, session: AgentSession):

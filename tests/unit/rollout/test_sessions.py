@@ -3,7 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.rollout.sessions import continued, num_messages_to_answer, said, take_prefix
+from mrl.recipes.tokenizer import byte_tokenizer
+from mrl.rollout.sessions import (
+    continued,
+    droppable,
+    num_messages_to_answer,
+    said,
+    take_prefix,
+)
 
 HELLO = {"role": "user", "content": "hello"}
 CALLS = [{"id": "x1", "function": {"name": "f", "arguments": "{}"}}]
@@ -98,3 +105,34 @@ def test_arguments_are_the_same_however_a_client_writes_them(other: object):
         return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
     assert said(calling('{"city": "Zürich", "n": 3}')) == said(calling(other)) != said(calling("{"))
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}]
+PLAIN = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.role }}{{ m.content }}{% endif %}{% endfor %}"
+CALLING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"), [(PLAIN, {"tools", "documents", "role_developer", "tool_calls"}), (CALLING, {"documents"})]
+)
+def test_parts_that_a_template_drops_change_nothing(template: str, lost: set[str]):
+    """Against transformers' rendering of templates that drop what their text shows."""
+    tokenizer = byte_tokenizer(1024)
+    messages = [{"role": "developer", "content": "be brief"}, HELLO, ANSWER | {"content": ""}, RESULT]
+    request = {"messages": messages, "tools": TOOLS, "documents": [{"title": "t", "text": "x"}]}
+
+    def text(changes: dict) -> object:
+        fields = request | changes
+        return tokenizer.apply_chat_template(
+            fields["messages"],
+            tools=fields["tools"],
+            documents=fields["documents"],
+            chat_template=template,
+            tokenize=False,
+        )
+
+    found = droppable(messages, has_tools=True, has_documents=True)
+    assert {name for name, changes in found if text(changes) == text({})} == lost

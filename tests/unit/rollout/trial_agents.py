@@ -21,6 +21,8 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
             raise KeyError("nothing there")
         case "text":
             return {"reward": "much"}
+        case "columns":
+            return {"reward": 1.0, "tries": 2, "plan": "add \ud800", "extracted": "42"}
         case "nan":
             return {"reward": 1.0, "extra": float("nan")}
         case "surrogate":

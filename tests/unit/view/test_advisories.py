@@ -40,6 +40,8 @@ CASES: dict[str, tuple[list[Row], list[Row]]] = {
                          [row(i, time__generation=1.0 if i < 11 else 1.2) for i in range(1, 21)]),
     "dlogp": (steps(3, train__mean_abs_dlogp=0.06), steps(3, train__mean_abs_dlogp=0.04)),
     "truncated": (steps(3, rollout__truncated_fraction=0.3), steps(3, rollout__truncated_fraction=0.19)),
+    "dropped": (steps(1, rollout__sums__dropped_tools=1), steps(1, rollout__sums__dropped_tools=0)),
+    "overridden": (steps(1, rollout__sums__overridden_top_p=0.5), steps(1, rollout__sums__overridden_top_p=0)),
     "masked": ([row(1, rollout__math__num_rollouts=8, rollout__code__num_rollouts=10, rollout__code__failed=2)],
                [row(1, rollout__math__num_rollouts=8, rollout__math__failed=0, rollout__code__num_rollouts=10,
                     rollout__code__failed=1)]),
