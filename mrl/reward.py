@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.load import load_config
+from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.own import REWARD, find_fitting
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start_logging(stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING)
     try:
+        if not (options.rows.exists() or is_hub_id(str(options.rows))):
+            made = way_to_prepare(str(options.rows))
+            raise ValueError(f"{options.rows}: no such file in {Path.cwd()}; {made or 'correct the path'}")
         path = _module_path(options.function)
         try:
             find_fitting(path, REWARD)

@@ -96,6 +96,8 @@ def listing(folders: Sequence[Path]) -> list[str]:
         facts = dict(progress_lines(rows, config, folder, owner_state(folder)))
         name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)
         result = NOTHING if name is None else f"{name} {_path_of(rows, name)}"
+        if "masked" in facts:
+            result = f"{result}; masked: {facts['masked']}"
         of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
         changed = datetime.fromtimestamp(
             max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists())

@@ -16,7 +16,7 @@ from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.algo.rewards import is_lone, without_lone
 from mrl.config.model import with_value
-from mrl.config.rules.data import is_agent
+from mrl.config.rules.data import gives_accuracy, is_agent
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of
@@ -172,8 +172,10 @@ class RolloutSupplier:
         except Stopped:
             return {}
         self.folder.log_samples(state.step, "validation", groups)
-        metrics = validation_metrics(groups)
-        what = "reward" if "val/reward" in metrics else "accuracy"
+        # By who judges, not by the rewards of a step: one name for the whole run.
+        is_accuracy = all(gives_accuracy(group.prompt.env_name, self.config.env) for group in groups)
+        metrics = validation_metrics(groups, is_accuracy=is_accuracy)
+        what = "accuracy" if is_accuracy else "reward"
         logger.info(
             "[Validate] step %d: %s %.3f over %d prompts", state.step, what, metrics["val/accuracy"], len(groups)
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
-from mrl.loop.signal_watch import NoSignal, reason_of_masks
+from mrl.loop.signal_watch import MaskTally, NoSignal, reason_of_masks
 from mrl.metrics import MASKED_IN_A_ROW, SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
 from mrl.store.rollout_files import RECORDED, write_step
@@ -118,6 +118,8 @@ class Run(Generic[S_co]):
     last_step: int
     critic: Critic | None = None
     is_over: bool = False
+    masks: MaskTally = field(default_factory=MaskTally)
+    """Rollouts of this attempt that were masked."""
 
     @property
     def session(self) -> Session:
@@ -220,6 +222,7 @@ class Run(Generic[S_co]):
 
     def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
+        self.masks.count(step.groups)
         masked = (
             reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
         )

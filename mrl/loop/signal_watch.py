@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mrl.types import RolloutGroup, TrainSequence
@@ -45,15 +46,39 @@ class SignalWatch:
             if rewards
             else f"all {len(sequences)} rollouts are masked"
         )
+        if counted and (masked := MaskTally().count(groups).text()):
+            what = f"{what}, and {masked}"
         said = f"step {step}: {what}; steps in a row without a signal: {self.num_steps}"
         if self._limit is not None and self.num_steps >= self._limit:
             way_out = "correct rows, environment or prompt, or raise that key"
             return f"{said}. grpo.max_steps_without_signal={self._limit} ends the run: {way_out}"
         if counted and self.num_steps >= NUM_EQUAL_STEPS:
-            logger.info(
+            logger.warning(
                 "No signal in %s. Nothing is learned from them: look at the environment's verdicts in the report", said
             )
         return None
+
+
+@dataclass
+class MaskTally:
+    """Counts rollouts without a reward, as their function, agent or machine failed, and the reasons."""
+
+    num_rollouts: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def count(self, groups: Sequence[RolloutGroup]) -> MaskTally:
+        """Adds the rollouts of these groups; returns itself."""
+        self.num_rollouts += sum(len(group.verdicts) for group in groups)
+        self.reasons.update(v.reason or v.status for group in groups for v in group.verdicts if not v.has_reward)
+        return self
+
+    def text(self) -> str:
+        """Share and commonest reason; empty if every rollout has a reward."""
+        if not (num_masked := self.reasons.total()):
+            return ""
+        reason, count = self.reasons.most_common(1)[0]
+        share = f"{num_masked:,} of {self.num_rollouts:,} rollouts ({num_masked / self.num_rollouts:.1%})"
+        return f"{share} are masked, and not trained on; {count:,} because of: {reason:.300}"
 
 
 def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:

@@ -187,10 +187,10 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
     return metrics
 
 
-def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def validation_metrics(groups: Sequence[RolloutGroup], *, is_accuracy: bool) -> dict[str, float]:
     """Mean reward over held-out rollouts, and pass@k. A rollout without a reward counts as wrong, and as failed.
 
-    The mean is an accuracy where every reward is 0 or 1; elsewhere it is `val/reward`, too, and is shown as that.
+    The mean is `val/accuracy`, NeMo RL's name; unless `is_accuracy` it is `val/reward`, too, and is shown as that.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rewards = [verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts]
@@ -200,7 +200,7 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
         "val/accuracy": mean,
-        **({} if set(rewards) <= {0.0, 1.0} else {"val/reward": mean}),
+        **({} if is_accuracy else {"val/reward": mean}),
         "val/mean_length": float(np.mean([rollout.num_trained for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),

@@ -6,12 +6,13 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import yaml
 
@@ -19,7 +20,9 @@ from conversion.files.owners import Owner
 from conversion.files.reading import parse_json, read_file
 from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.files import MAX_FILE_BYTES, check_yaml
+from mrl.metrics import MASKED_IN_A_ROW, NO_SIGNAL_IN_A_ROW
 from mrl.phases import PHASES
+from mrl.types import Status
 from mrl.view.advisories import RULES, Advisory, Facts, advisories, number, silence
 from mrl.view.dumps import list_dumps, read_evaluations, sampled_dumps
 from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLE_KEYS, SAMPLES, Row, read_rows
@@ -292,8 +295,24 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
         if points:
             text = f"{points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}"
             lines.append((f"held-out {what}", text))
+    if masked := masked_text(rows):
+        lines.append(("masked", masked))
     lines.append(("as of", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")))
     return lines
+
+
+def masked_text(rows: Sequence[Row]) -> str:
+    """Says how many rollouts of a run are masked, and why by kind; empty if none is."""
+    counts = Counter[str]()
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("rollout/") and name.count("/") == 2:
+                counts[name.rpartition("/")[2]] += round(value or 0)
+    num_masked, num_rollouts = counts["failed"], counts["num_rollouts"]
+    if not num_masked:
+        return ""
+    kinds = ", ".join(f"{kind} {counts[kind]:,}" for kind in get_args(Status) if kind != "ok" and counts[kind])
+    return f"{num_masked:,} of {num_rollouts:,} rollouts ({num_masked / num_rollouts:.1%}): {kinds}"
 
 
 def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
@@ -301,6 +320,9 @@ def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
     worst = next((advisory for level in ("stop", "look") for advisory in found if advisory.level == level), None)
     if worst is not None:
         return {"level": worst.level, "reason": f"{worst.seen[:1].upper()}{worst.seen[1:]}: {worst.causes}."}
+    last = rows[-1] if rows else {}
+    if last.get(NO_SIGNAL_IN_A_ROW) or last.get(MASKED_IN_A_ROW):
+        return {"level": "look", "reason": "The last step taught nothing: its rewards are equal, or all are masked."}
     return {
         "level": "ok",
         "reason": "No problems found." if any(row.get("step") for row in rows) else "No step has finished yet.",

@@ -61,7 +61,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         package,
         timeout_s=PREPARE_TIMEOUT_S,
     )
-    (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[0][1:3], timeout_s=HANG_S))
+    (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[1][1:3], timeout_s=HANG_S))
     letters = ",".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     overrides = [
         f"policy.model_name={model}",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mrl.config.errors import spell
+from mrl.config.schema.data import DataDefaultConfig
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader where PyYAML has it: ten times as fast."""
@@ -115,7 +116,9 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
     return keys, values
 
 
-RENAMED: Mapping[str, str] = _TABLES["renamed"]
+OF_ROWS = {f"data.{each.name}": f"data.default.{each.name}" for each in fields(DataDefaultConfig)}
+"""Keys of rows where older files have them."""
+RENAMED: Mapping[str, str] = OF_ROWS | _TABLES["renamed"]
 VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new, *_ in _TABLES["values"]}
 """(key, old value) -> present value."""
 NOTES: Mapping[tuple[str, object], str] = {

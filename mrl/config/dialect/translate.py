@@ -95,10 +95,14 @@ def _lines(notes: Iterable[Note]) -> list[str]:
 
 
 def use_own_forms(settings: Settings) -> None:
-    """Moves a list at `data.train` or `data.validation` to `datasets` below, writes out HF_HOME if unset; in place."""
+    """Gives the section `data` the schema's form, and writes out HF_HOME if unset; in place."""
     for key in (("data", "train"), ("data", "validation")):
         if key in settings and isinstance(settings[key].value, list):
             settings[(*key, "datasets")] = settings.pop(key)
+    held_out = [key for key in settings if key[:2] == ("data", "validation") and len(key) > 2]
+    if held_out and all(settings[key].value is None and settings[key].written_as for key in held_out):
+        # Older files say so that there are none, and the section itself would ask for one.
+        settings["data", "validation"] = [settings.pop(key) for key in held_out][-1]
     for key, setting in settings.items():
         if isinstance(setting.value, str) and HF_HOME in setting.value and not env.HF_HOME.read():
             home = str(Path("~/.cache/huggingface").expanduser())  # the Hugging Face libraries' default

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mrl.config.errors import NotKnown, Problem, Problems
-from mrl.config.model import ModelSizes, is_hub_id, read_model
+from mrl.config.model import ModelSizes, is_hub_id, read_model, way_to_prepare
 from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
@@ -63,7 +63,7 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
             problems.add(
                 "policy.tokenizer.name",
                 f"no such folder in {Path.cwd()}",
-                "give the folder of the model's tokenizer",
+                way_to_prepare(tokenizer) or "give the folder of the model's tokenizer",
                 "to be provided",
             )
     for key, folder in (

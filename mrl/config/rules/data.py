@@ -26,6 +26,8 @@ from mrl.config.schema.env import (
 from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
+GRADED = ("instruction_following",)
+"""Graders of mrl's whose rewards may lie between 0 and 1."""
 NEMO_GYM = "nemo_gym"
 """Value of `data.default.env_name` for rows that name their environment by `agent_ref`."""
 
@@ -67,6 +69,11 @@ def is_agent(env_name: str, config: EnvConfig) -> bool:
     return env_name in config.agents or (
         config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config))
     )
+
+
+def gives_accuracy(env_name: str, config: EnvConfig) -> bool:
+    """True for a grader of mrl's that says right or wrong, so that the mean of its rewards is an accuracy."""
+    return env_name in BUILT_IN and env_name not in GRADED and own_function(env_name, config) is None
 
 
 def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: str) -> str:

@@ -129,7 +129,8 @@ def test_without_a_cache_a_tensor_without_a_rule_is_found_before_anything_starts
 def test_only_what_is_prepared_is_promised_to_be():
     for name, way_out in (
         ("model", "`python -m mrl.prepare tiny` makes it"),
-        ("teacher", "give the folder of a Hugging Face model"),
+        ("teacher", "example 6 of docs/examples.md makes it"),
+        ("models", "give the folder of a Hugging Face model"),
     ):
         with pytest.raises(ValueError, match=f"no readable config.json .*; {way_out}"):
             read_model(Path("nowhere/prepared/tiny") / name)

@@ -5,7 +5,7 @@ import pytest
 
 from mrl.algo.advantages import train_sequences
 from mrl.config.schema.algo import GrpoConfig
-from mrl.loop.signal_watch import NUM_EQUAL_STEPS, SignalWatch, reason_of_masks
+from mrl.loop.signal_watch import NUM_EQUAL_STEPS, MaskTally, SignalWatch, reason_of_masks
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
 
@@ -21,7 +21,7 @@ def note(watch: SignalWatch, step: int, groups: list[RolloutGroup]) -> str | Non
 
 def test_several_steps_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixture):
     watch = SignalWatch(None)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         assert note(watch, 1, APART) is None and caplog.messages == []
         assert note(watch, 2, MASKED) is None and caplog.messages == []
         assert note(watch, 3, APART) is None
@@ -30,6 +30,23 @@ def test_several_steps_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixtur
             assert note(watch, step, EQUAL) is None
         (said,) = caplog.messages
     assert said.startswith("No signal in step 6: all 4 rewards are 0; steps in a row without a signal: 3.")
+
+
+HALF = [group([0.0, 0.0, 0.0, 0.0], name="a", invalid=[0, 1]), group([0.0, 0.0], name="b", flagged=[0])]
+
+
+def test_masked_rollouts_are_said_with_their_share(caplog: pytest.LogCaptureFixture):
+    said = "2 of 6 rollouts (33.3%) are masked, and not trained on; 2 because of: error"
+    tally = MaskTally()
+    assert tally.text() == "" and tally.count(APART).text() == ""
+    assert tally.count(HALF).count(HALF).text() == said.replace("2 of 6", "4 of 16").replace("33.3", "25.0").replace(
+        "; 2", "; 4"
+    )
+    watch = SignalWatch(None)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 1 + NUM_EQUAL_STEPS):
+            note(watch, step, HALF)
+    assert f"all 3 rewards are 0, and {said}; steps in a row" in caplog.text
 
 
 def test_a_key_ends_the_run_after_some_in_a_row():

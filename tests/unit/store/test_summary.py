@@ -56,7 +56,7 @@ def test_environments_are_counted_apart():
         3,
     )
     assert metrics["rollout/failed"] == 2
-    assert validation_metrics(GROUPS)["val/math/reward"] == 0.75
+    assert validation_metrics(GROUPS, is_accuracy=True)["val/math/reward"] == 0.75
 
 
 def test_an_agents_metrics_do_not_take_the_place_of_the_runs():
@@ -94,15 +94,19 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
         group("math", good(1.0), good(0.0), good(0.0), good(0.0)),
         group("math", good(0.5), good(1.0), failed, failed),
     ]
-    metrics = validation_metrics(groups)
+    metrics = validation_metrics(groups, is_accuracy=False)
     assert metrics["val/accuracy"] == metrics["val/reward"] == 2.5 / 8
-    assert "val/reward" not in validation_metrics([group("math", good(1.0), good(0.0), failed)])
+    # One name for a whole run, whatever the rewards of a step.
+    for rewards in ((1.0, 0.0), (0.5, 0.0)):
+        judged = [group("math", *map(good, rewards), failed)]
+        assert "val/reward" not in validation_metrics(judged, is_accuracy=True)
+        assert "val/reward" in validation_metrics(judged, is_accuracy=False)
     # One and two of four rollouts have a reward.
     assert metrics["val/pass_at_1"] == (1 / 4 + 2 / 4) / 2
     assert metrics["val/pass_at_2"] == (3 / 6 + 5 / 6) / 2
     assert metrics["val/pass_k"] == 1.0 and "val/pass_at_4" not in metrics
     assert metrics["val/num_samples"] == 8
-    assert not [name for name in validation_metrics([group("math", good(1.0))]) if "pass" in name]
+    assert not [name for name in validation_metrics([group("math", good(1.0))], is_accuracy=True) if "pass" in name]
 
 
 def test_flagged_rollouts_have_a_reward_and_failed_ones_have_none():
@@ -110,7 +114,7 @@ def test_flagged_rollouts_have_a_reward_and_failed_ones_have_none():
     metrics = rollout_metrics([judged], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
     assert metrics["train/reward"] == metrics["rollout/math/reward"] == 5 / 3
     assert metrics["rollout/failed"] == 2.0 and metrics["rollout/math/flagged"] == 1.0
-    assert validation_metrics([judged])["val/accuracy"] == 5 / 4
+    assert validation_metrics([judged], is_accuracy=True)["val/accuracy"] == 5 / 4
 
 
 def test_the_reward_is_what_advantages_are_made_of():
