@@ -239,15 +239,15 @@ def _known(step: Callable[[], Found], default: Found) -> Found:
 
 
 def look_at_environment(config: RunConfig) -> tuple[list[Problem], list[str]]:
-    """Reasons why this host's installation would be refused at a start, and the kernels that it lacks.
+    """Reasons why this host's installation would be refused at a start, and warnings.
 
-    A host without GPUs says nothing of a run on GPUs: it is a login node.
+    A host without GPUs may be the login node of those that have them: there it is a warning that no run starts.
     """
     gpus, num_nodes, has_engines = config.cluster.gpus_per_node, config.cluster.num_nodes, config.has_engines
     try:
-        if gpus and host_gpus() == 0:
-            return [], []
         fault = find_fault(gpus, num_nodes=num_nodes, has_engines=has_engines)
+        if gpus and host_gpus() == 0:
+            return [], [f"a start on this host would refuse it: {fault}"] if fault is not None else []
     except ValueError as error:
         fault = str(error)
     if faults := [*([fault] if fault is not None else []), *obstacles_of(config)]:

@@ -27,6 +27,7 @@ from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import JOB, run_entry, start_logging
 from mrl.config.texts import rounded
+from mrl.gpus import find_misfit, read_builds
 from mrl.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
@@ -56,6 +57,12 @@ def launch_slurm(options: argparse.Namespace) -> None:
         is_gres_site=not options.gpus_per_node_option,
         environment=None if options.container else env.VENV.read() or sys.prefix,
     )  # fmt: skip
+    misfit = find_misfit(cluster.gpus_per_node, read_builds(), has_engines=config.has_engines)
+    if job.environment == sys.prefix and misfit is not None:
+        fault = f"the job would use this command's Python ({sys.prefix}): {misfit}; or name another: VENV=FOLDER"
+        if options.submit:
+            raise ValueError(fault)
+        logger.warning("%s", fault)
     printed.info("%s%s", slurm.render(job), "".join(f"# {line}\n" for line in further_nodes(config)))
     if options.submit:
         job.log_folder.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
     "time/train": Metric("Time", "train={:.1f}s", PHASES, "timing/train/policy_training"),
     "time/teacher": Metric("Time", "teacher={:.1f}s", PHASES, "timing/train/teacher_logprob_inference"),
     "time/refit": Metric(chart=PHASES, nemo_rl="timing/train/prepare_for_generation/total"),
-    "time/validation": Metric(chart=PHASES, nemo_rl="timing/validation/total_validation_time"),
+    "time/validation": Metric("Time", "val={:.1f}s", PHASES, "timing/validation/total_validation_time"),
     "time/checkpoint": Metric("Time", "ckpt={:.1f}s", PHASES, "timing/train/checkpointing"),
     "time/generation_hidden": Metric("hidden", "gen={:.1f}s", HIDDEN),
     "time/reward_hidden": Metric("hidden", "reward={:.1f}s", HIDDEN),

@@ -17,6 +17,7 @@ from pathlib import Path
 from conversion.files.reading import parse_json, read_file
 from mrl.config.secrets import run_entry
 from mrl.config.texts import aligned
+from mrl.exit_codes import CODES
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
 from mrl.store.checkpoints import LEDGER
@@ -25,6 +26,7 @@ from mrl.store.loggers.sink import flat
 from mrl.view.advisories import number
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import (
+    ENDED,
     Json,
     about_lines,
     checkpoints_of,
@@ -129,9 +131,9 @@ def show(folder: Path) -> list[str]:
     for path in attempts_of(folder):
         now = flat(read_config(path / "config.yaml"))
         started = datetime.fromtimestamp((path / "config.yaml").stat().st_mtime)
-        lines.append(
-            f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}" + ("" if before else ", the first")
-        )
+        is_newest = path == attempts_of(folder)[-1]
+        end = "running" if is_newest and owner_state(folder) == "running" else end_of(path)
+        lines.append(f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}; {end}")
         lines += [f"  {line}" for line in differences(before, now)] if before else []
         before = now
     lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
@@ -198,6 +200,16 @@ def attempts_of(folder: Path) -> list[Path]:
     """The folders of the attempts that have a config, in order."""
     found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[4:]))
+
+
+def end_of(attempt: Path) -> str:
+    """Says how an attempt ended that does not run any more."""
+    found = read_json(attempt / ENDED)
+    if not found:
+        return "ended without a word: killed, or its host was lost"
+    code, said = found.get("code"), str(found.get("text") or "")
+    meaning = CODES[code][0] if isinstance(code, int) and code in CODES else "ended"
+    return f"ended with exit code {code}, {meaning.partition(';')[0]}" + (f": {said}" if said else "")
 
 
 def rolled_back(ledger: Path) -> Iterator[str]:

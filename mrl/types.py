@@ -350,7 +350,7 @@ class Verdict:
         All that changes a reward goes through here, so that components still add up to it: GDPO looks at these alone.
         """
         parts = {name: factor * value + added / len(self.components) for name, value in self.components.items()}
-        return replace(self, reward=factor * self.reward + added, components=parts)
+        return replace(self, reward=factor * self.reward + added + 0.0, components=parts)
 
 
 @dataclass

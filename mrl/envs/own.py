@@ -176,7 +176,7 @@ def _as_number(value: object) -> float | None:
     if callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError):  # of several numbers
             value = item()
-    return float(value) if isinstance(value, numbers.Real) else None
+    return float(value) + 0.0 if isinstance(value, numbers.Real) else None  # -0.0 is 0.0
 
 
 def _held(fields: object, key: str, other: object) -> object:

@@ -17,7 +17,7 @@ from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
-from mrl.config.secrets import TRACEBACK, note_traceback, reason_of
+from mrl.config.secrets import TRACEBACK, note_traceback, reason_of, redact
 from mrl.exit_codes import DONE, FAILED, REFUSED
 from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
@@ -122,40 +122,33 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     except TimeoutError as error:
         logger.error("The attempt ended: %s. The same command resumes.", error)
         return FAILED
+    code, said = end_of(train, training, folder, budget)
+    if said:
+        logger.log(logging.INFO if code == ENDED_EARLY else logging.ERROR, "%s", said)
+    folder.note_end(code, redact(said, options.secrets))
+    return code
+
+
+def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> tuple[int, str]:
+    """Runs an attempt; returns its exit code, and how it ended, unless all steps are done."""
+    actors = folder.log_folder / "actors"
     try:
         with folder:
             is_done = run_attempt(train, training, folder, budget)
     except (NoSignal, TooManySkipped) as error:
-        logger.error("%s", error)
-        return FAILED
+        return FAILED, str(error)
     except (Disagreement, NoWholeCheckpoint) as error:
-        logger.error("%s", error)
-        return REFUSED
+        return REFUSED, str(error)
     except FolderLost as error:
-        logger.error("The attempt ended: %s.%s", error, " The same command resumes." if folder.path.is_dir() else "")
-        return FAILED
-    except SaveFailed as error:
-        note_traceback(error, folder.log_folder / "actors")
-        logger.error(
-            "The attempt ended: %s. Logs of the actors: %s. The same command resumes.",
-            error,
-            folder.log_folder / "actors",
-        )
-        return FAILED
-    except (ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
-        logger.error(
-            "The attempt ended: %s. Logs of the actors: %s. The same command resumes.",
-            error,
-            folder.log_folder / "actors",
-        )
-        return FAILED
+        return FAILED, f"The attempt ended: {error}.{' The same command resumes.' if folder.path.is_dir() else ''}"
+    except (SaveFailed, ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
+        if isinstance(error, SaveFailed):
+            note_traceback(error, actors)
+        return FAILED, f"The attempt ended: {error}. Logs of the actors: {actors}. The same command resumes."
     except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
-        logs = folder.log_folder / "actors"
-        note_traceback(error, logs)
-        logger.error(
-            "The attempt ended: %s. Traceback (%s) and logs of the actors: %s", reason_of(error), TRACEBACK, logs
+        note_traceback(error, actors)
+        return (
+            FAILED,
+            f"The attempt ended: {reason_of(error)}. Traceback ({TRACEBACK}) and logs of the actors: {actors}",
         )
-        return FAILED
-    if not is_done:
-        logger.info("Ended before the last step; the same command goes on")
-    return DONE if is_done else ENDED_EARLY
+    return (DONE, "") if is_done else (ENDED_EARLY, "Ended before the last step; the same command goes on")

@@ -71,7 +71,14 @@ def mean_tokens_of(config: RunConfig, given: float | None) -> float:
 
 def with_config_json(config: RunConfig) -> RunConfig:
     """Replaces an id of the Hub by a folder that holds the model's config.json."""
-    return with_value(config, "policy.model_name", str(model_folder(config.policy.model_name, with_weights=False)))
+    model = config.policy.model_name
+    try:
+        return with_value(config, "policy.model_name", str(model_folder(model, with_weights=False)))
+    except ValueError as error:
+        raise ValueError(
+            f"policy.model_name={model}: a plan needs the model's config.json alone, and finds none: put it into a "
+            f"folder, and set policy.model_name=FOLDER. Cause: {error}"
+        ) from error
 
 
 def problems_of(config: RunConfig) -> list[Problem]:

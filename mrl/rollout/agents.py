@@ -416,5 +416,5 @@ def _columns(reply: Json) -> dict[str, str]:
 
 def _number(value: object, name: str) -> float:
     if is_finite(value):
-        return float(cast(float, value))
+        return float(cast(float, value)) + 0.0  # -0.0 is 0.0
     raise ValueError(f"the agent answers {name}={value!r:.80}, which is no finite number")

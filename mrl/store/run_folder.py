@@ -61,7 +61,7 @@ from mrl.types import RolloutGroup, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
 from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
-from mrl.view.run_data import ABOUT, OWNER, REFIT, State, facts_of
+from mrl.view.run_data import ABOUT, ENDED, OWNER, REFIT, State, facts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,6 +163,12 @@ class RunFolder:
         spans.stop()
         with self._may_fail(OWNER):  # which names a process that is dead soon
             self.give_back()
+
+    def note_end(self, code: int, text: str) -> None:
+        """Writes the exit code of this attempt and how it ended for `mrl runs`, if its folder is still there."""
+        if not is_waiting() and self.log_folder.is_dir():
+            with self._may_fail(ENDED):
+                write_atomic(self.log_folder / ENDED, json.dumps({"code": code, "text": text, "at": time.time()}))
 
     def check_owner(self) -> None:
         """Raises FolderLost if another process owns the folder by now."""

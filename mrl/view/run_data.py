@@ -34,6 +34,8 @@ State = Literal["running", "over"]
 OWNER = "owner.json"
 ABOUT = "about.json"
 REFIT = "refit.json"
+ENDED = "ended.json"
+"""In an attempt's folder: its exit code, and how it ended."""
 # The owner touches its file far more often; see mrl.store.ownership.
 OWNER_LEASE_S = 120.0
 MAX_POINTS = 2_000

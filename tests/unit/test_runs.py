@@ -66,7 +66,13 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ledger.train(step, [(0, f"p:{step}")])
     ledger.take(4, [(0, "p:4"), (0, "p:5")])
     ledger.roll_back(2)
+    (folder / "logs/exp_002/ended.json").write_text('{"code": 75, "text": "Ended before the last step"}')
     lines = said(capsys, "show", folder)
+    ends = [line.partition("; ")[2] for line in lines if line.startswith("attempt ")]
+    assert ends == [
+        "ended without a word: killed, or its host was lost",
+        "ended with exit code 75, a signal or a time limit: a checkpoint is saved: Ended before the last step",
+    ]
     assert "learning rate 0.002" in [" ".join(line.split()) for line in lines]
     second = next(index for index, line in enumerate(lines) if line.startswith("attempt 2: started "))
     assert lines[second + 1] == "  policy.megatron_cfg.optimizer.lr: 0.001 -> 0.002"

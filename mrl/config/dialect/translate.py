@@ -66,16 +66,12 @@ class Migration:
         return _lines(self.different) if self.different or self.sections() else None
 
     def log(self) -> None:
-        """Logs renamed, translated and differing keys line by line, and the number of keys without effect."""
-        for line in (*self.renamed, *self.translated):
-            logger.info("Config: %s", line)
+        """Logs differing keys line by line, and the numbers of all others in one line."""
         for line in self.differences() or ():
             logger.info("Config: other than in NeMo RL: %s", line)
-        if self.without_effect:
-            logger.info(
-                "Config: %s without effect here; `--check` lists them with the reasons",
-                counted(len(self.without_effect), "key"),
-            )
+        if found := {title: len(lines) for title, lines in self.sections().items()}:
+            counts = ", ".join(f"{count} {title}" for title, count in found.items())
+            logger.info("Config: NeMo RL's keys: %s; `--check` lists them", counts)
 
 
 def _lines(notes: Iterable[Note]) -> list[str]:
