@@ -245,7 +245,7 @@ class Schedule:
         workers, rounds = len(self.workers), self.num_rounds
         return (
             f"{num_copies} copies to {workers} engine worker{'s' * (workers != 1)} in {rounds} "
-            f"round{'s' * (rounds != 1)}: {moved['gpu']} from the same device, {moved['node']} within nodes, "
+            f"round{'s' * (rounds != 1)}: {moved['gpu']} from their own GPUs, {moved['node']} within nodes, "
             f"{moved['network']} between nodes, exchange memory {memory:.1f} MiB"
         )
 

@@ -87,7 +87,10 @@ class Refitter:
         self.inputs = inputs.signed(self.schedule)
         self.has_experts = bool(family(inputs.hf_config).expert_layers(inputs.hf_config))
         self.model = Path(config.policy.model_name)
-        logger.info("Refit schedule: %s", self.schedule.summary)
+        summary = self.schedule.summary
+        if not config.cluster.gpus_per_node:
+            summary = summary.replace("their own GPUs", "their own slots")
+        logger.info("Refit schedule: %s", summary)
         for line in self.schedule.casts():
             logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)

@@ -89,7 +89,7 @@ def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Pat
     printed = train(tmp_path / "run", *LAYOUT, *REPLAY, "grpo.max_num_steps=2", *dedicated)
     assert "Number of actors online: 5/5" in printed
     assert re.search(r"^4 +\S+ +- +0\.0$", printed, re.MULTILINE), printed
-    assert re.search(r"in [2-9] rounds: 0\.0 MiB from the same device", printed), printed
+    assert re.search(r"in [2-9] rounds: 0\.0 MiB from their own slots", printed), printed
     colocated, other = (
         [{name: value for name, value in row.items() if not is_of_time(name)} for row in rows(folder)[:3]]
         for folder in (two_steps, tmp_path / "run")
