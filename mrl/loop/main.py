@@ -17,7 +17,7 @@ from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
-from mrl.config.secrets import TRACEBACK, note_traceback, reason_of, redact
+from mrl.config.secrets import TRACEBACK, note_traceback, reason_of, redact_text
 from mrl.exit_codes import DONE, FAILED, REFUSED
 from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
@@ -125,7 +125,7 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     code, said = end_of(train, training, folder, budget)
     if said:
         logger.log(logging.INFO if code == ENDED_EARLY else logging.ERROR, "%s", said)
-    folder.note_end(code, redact(said, options.secrets))
+    folder.note_end(code, redact_text(said, options.secrets))
     return code
 
 
