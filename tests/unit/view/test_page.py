@@ -74,7 +74,7 @@ def test_a_run_that_learns_nothing_or_masks_rollouts_is_not_well(tmp_path: Path)
     of_step = {f"rollout__own__{name}": count for name, count in counts.items()}
     write_metrics(folder, [row(1, **of_step), row(2, **of_step, rollout__math__num_rollouts=64)])
     data = run_data(folder)
-    assert "masked share of the worst environment" in str(data["health"])
+    assert "Masked share of the worst environment" in str(data["health"])
     assert "('masked', '32 of 128 rollouts (25.0%): timeout 2, error 30')" in str(data["progress"])
 
 
