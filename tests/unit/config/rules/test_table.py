@@ -279,7 +279,7 @@ SELECTIVE & PARTS=[core_attn, layernorm, moe, shared_experts] -> fine
 SELECTIVE & PARTS=[moe_act] & cluster.gpus_per_node=8 -> fine
 SELECTIVE & PARTS=[] -> it names nothing
 SELECTIVE & PARTS=[moe, mamba] => PARTS=['moe', 'mamba'] -> 'mamba' is nothing that Megatron recomputes
-SELECTIVE & PARTS=[mla_up_proj] => PARTS=['mla_up_proj'] -> 'mla_up_proj' is nothing that Megatron recomputes
+SELECTIVE & PARTS=[mla_up_proj] => PARTS=['mla_up_proj'] -> the model has no latent attention
 SELECTIVE & PARTS=[mlp] => PARTS=['mlp'] -> the model has no dense MLP layers
 SELECTIVE & PARTS=[moe_act] => PARTS=['moe_act'] -> Transformer Engine's experts
 MEGATRON.activation_checkpointing=true & PARTS=[moe] => PARTS=['moe'] -> recompute_granularity=full
