@@ -169,8 +169,7 @@ class Handlers:
             if prefix is not None:
                 # vLLM's way to hand over a prompt that has been rendered elsewhere.
                 request.kv_transfer_params = {"prompt_token_ids": await self._continued(request, *prefix)}
-            if asking.in_session:
-                dropped = await self._find_dropped(request)
+            dropped = await self._find_dropped(request)
             response = _successful(await self.chats.create_chat_completion(request), ChatCompletionResponse)
         answers = asking.answers
         versions: Json = {
