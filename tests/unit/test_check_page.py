@@ -33,7 +33,8 @@ def test_a_common_mistake_gets_the_line_that_the_page_quotes(workplace: Path, ov
     checked = check.examine(words[0], words[1:])
     found = {
         "Refused": checked.refused,
-        "Warning": checked.doubts,
+        # A host without GPUs says of each config for GPUs that no run starts there.
+        "Warning": [doubt for doubt in checked.doubts if "a start on this host would refuse it" not in doubt],
         "To be provided": [*checked.provided, *checked.unchecked],
     }
     lines = [

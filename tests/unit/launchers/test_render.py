@@ -267,6 +267,10 @@ def test_without_sbatch_nothing_is_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
+    # With this environment, which is for CPUs, a job on GPUs is not submitted.
+    assert main(["slurm", *TINY, "--log-dir", str(tmp_path), "--submit"]) == 2
+    assert "or name another: VENV=FOLDER" in capsys.readouterr().out
+    monkeypatch.setenv("VENV", str(tmp_path))
     assert main(["slurm", *TINY, "--log-dir", str(tmp_path), "--submit"]) == 1
     assert "sbatch is not on this host's PATH" in capsys.readouterr().out
 
