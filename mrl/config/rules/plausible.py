@@ -97,6 +97,13 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "HybridEP is passed on to Megatron as its sources say, but no run on GPUs has shown it; "
         "compare the loss of the first steps with moe_token_dispatcher_type=alltoall",
     ),
+    "policy.megatron_cfg.moe_router_dtype": (
+        lambda config: (
+            config.policy.megatron_cfg.moe_token_dispatcher_type == "flex"
+            and config.policy.megatron_cfg.moe_router_dtype == "fp64"
+        ),
+        "DeepEP and HybridEP carry experts' weights in float32: Megatron rounds them on the way; fp32 costs less",
+    ),
     "cluster.gpus_per_node": (
         lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
         f"hosts have at most {MAX_GPUS_PER_NODE} GPUs; give the GPUs of one host, and cluster.num_nodes",

@@ -256,9 +256,6 @@ def _check_flex(config: RunConfig, problems: Problems) -> None:
     elif num_ranks == 1:
         rule = f"{library} needs {at}expert_model_parallel_size or expert_tensor_parallel_size above 1"
         problems.add(key, rule, without)
-    elif megatron.moe_router_dtype == "fp64":
-        rule = f"{key}=flex is {library}, which takes weights of experts in float32"
-        problems.add(f"{at}moe_router_dtype", rule, "set it to fp32")
     elif megatron.uses_hybridep and num_ranks % in_domain:
         rule = f"it does not divide the {num_ranks} ranks that share experts"
         problems.add(f"{at}hybridep_num_ranks_per_nvlink_domain", rule, "use a divisor of them, or leave it out")

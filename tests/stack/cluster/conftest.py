@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 from ray.cluster_utils import Cluster
 
@@ -23,6 +24,8 @@ def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int,
     The last one says that it has `last_gpus`.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    # A run of one node, earlier in this process, keeps Ray on 127.0.0.1, where runs of other processes do not find it.
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     # An earlier test of this process may have had a cluster, whose token is gone.
     (token := tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))

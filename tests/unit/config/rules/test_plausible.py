@@ -24,6 +24,7 @@ DOUBTFUL = [
     ("policy.generation.colocated.resources.gpus_per_node=2", "it has no effect: engines share the policy's GPUs"),
     ("policy.generation.colocated.resources.num_nodes=1", "it has no effect: engines share the policy's GPUs"),
 ]
+MEGATRON = "policy.megatron_cfg"
 PACKING, DYNAMIC = "policy.sequence_packing", "policy.dynamic_batching"
 LONG_ROWS = [
     # overrides, key=value, what a row should hold
@@ -55,6 +56,10 @@ OTHERS = [
     ("ppo_tiny.yaml", "ppo.policy_training_start_step=100", "only the critic learns",
      ["value.megatron_cfg.num_layers_in_first_pipeline_stage=4"]),
     ("distillation_tiny.yaml", "distillation.topk_logits_k=1", "the loss is 0 and nothing is learned", []),
+    ("grpo_tiny.yaml", f"{MEGATRON}.moe_router_dtype=fp64", "rounds them on the way",
+     [f"{MEGATRON}.moe_token_dispatcher_type=flex"]),
+    ("grpo_tiny.yaml", f"{MEGATRON}.moe_flex_dispatcher_backend=hybridep", "no run on GPUs has shown it",
+     [f"{MEGATRON}.moe_token_dispatcher_type=flex"]),
 ]  # fmt: skip
 
 
