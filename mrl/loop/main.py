@@ -123,9 +123,9 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         logger.error("The attempt ended: %s. The same command resumes.", error)
         return FAILED
     code, said = end_of(train, training, folder, budget)
+    folder.note_end(code, redact_text(said, options.secrets))
     if said:
         logger.log(logging.INFO if code == ENDED_EARLY else logging.ERROR, "%s", said)
-    folder.note_end(code, redact_text(said, options.secrets))
     return code
 
 

@@ -34,8 +34,10 @@ def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int,
     for place, number in enumerate(processors[1:], 2):
         cluster.add_node(num_cpus=number, num_gpus=last_gpus if place == len(processors) else 0)
     monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
-    yield
-    cluster.shutdown()
+    try:
+        yield
+    finally:
+        cluster.shutdown()
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
     monkeypatch.setattr(session, "Refitter", lambda *_: None)
     monkeypatch.setattr(session, "convert_if_new", lambda _: calls.append("convert"))
     placement = Placement.__new__(Placement)
-    placement.num_slots = placement.num_policy_ranks = 1
+    placement.num_slots, placement.num_policy_ranks, placement.own_slots = 1, 1, {}
     start_models(load_config("grpo_tiny.yaml", overrides), placement, pad_token_id=0, log_folder=Path("logs"))
     assert calls == order
 

@@ -21,6 +21,7 @@ from tests.unit.conversion.lora_cases import Patterns, export
 
 EXCLUDED = {
     "nemotron_h": ("out_proj",),
+    "deepseek_v3": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
     "glm4_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
     "qwen2_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*", "*.experts.*"),
 }
