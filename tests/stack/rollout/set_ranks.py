@@ -71,11 +71,14 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.models import utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from mrl.rollout.engine_arguments import engine_arguments
     from mrl.rollout.worker import engine_tensors
 
+    # Layers of other stages by a model's id(), which a later model in this process may have again.
+    utils._model_to_pp_missing_layer_names.clear()
     vllm_cfg = VllmConfig(
         precision=precision,
         max_model_len=256,
