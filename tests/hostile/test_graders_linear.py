@@ -165,6 +165,7 @@ MEETS_NO_TEXT = {
     "mrl.store.marks._LEFT",
     "mrl.store.marks._NUMBERED",
     "mrl.store.marks._PENDING",
+    "mrl.store.marks._UNFINISHED_MARK",
     "mrl.store.marks._SHARD_OF_MODEL",
     "mrl.store.marks._WEIGHTS",
     "mrl.store.marks._is_saved",
