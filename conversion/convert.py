@@ -92,7 +92,7 @@ def convert_hf_to_mcore(
     with SafetensorsFolder(hf) as source:
         head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
-            check_files(hf, [path.name for path in source.files])
+            check_files(hf, [path.relative_to(hf).as_posix() for path in source.files])
         layout, dtypes = _with_dtypes(
             model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config)
         )
@@ -100,7 +100,7 @@ def convert_hf_to_mcore(
             files = files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
         else:
             files = files_of_ranks(model, hf_config, parallel, layout, MAX_CHUNK_BYTES)
-        states = _states([hf / "config.json", *source.files])
+        states = _states(hf, [hf / "config.json", *source.files])
         origin = {"format": "huggingface", "folder": str(hf.resolve()), "files": states}
         plan = {"source": origin, "dtype": dtype, "parallel": asdict(parallel), "table_version": TABLE_VERSION}
         total = sum(math.prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in canonical.items())
@@ -124,7 +124,7 @@ def convert_hf_to_mcore(
             check_same_tensors(hf, tensors)
             for path in filter(is_named_by_sha256, source.files):
                 content_hash(path)
-            if _states([hf / "config.json", *source.files]) != states:
+            if _states(hf, [hf / "config.json", *source.files]) != states:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
             write_json(iteration / HF_CONFIG_FILE, hf_config)
             write_json(iteration / RUN_CONFIG_FILE, {"model": model.megatron_arguments(hf_config)})
@@ -156,7 +156,7 @@ def convert_mcore_to_hf(
         if dtype is not None:
             described |= {name for name in read_manifest(root).files if name.startswith(f"{iteration.name}/")}
         check_files(root, sorted(described))
-    states = _states([path for path in sorted(iteration.iterdir()) if path.is_file()])
+    states = _states(iteration, [path for path in sorted(iteration.iterdir()) if path.is_file()])
     origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": states}
     plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
     config = {**opened.paths.hf_config}
@@ -239,9 +239,9 @@ def _head_layout(shape: tuple[int, ...]) -> Layout:
     return {Slot(REWARD_HEAD_KEY): SlotLayout(shape, "float32", (Piece(REWARD_HEAD, full(shape), full(shape)),))}
 
 
-def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
+def _states(root: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
     """The state of each file of a source: another state is another source. Checksums of tensors prove the contents."""
-    return {path.name: file_state(path) for path in paths}
+    return {path.relative_to(root).as_posix(): file_state(path) for path in paths}
 
 
 def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_config: HfConfig) -> dict[str, torch.dtype]:

@@ -233,6 +233,7 @@ class Family:
     can_train: bool = True
     stated: tuple[tuple[str, object], ...] = ()
     """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
+    vllm_reads_stacked_experts: bool = True
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
 

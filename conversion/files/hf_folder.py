@@ -13,7 +13,7 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.files.reading import open_file, read_json
@@ -56,6 +56,9 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_DIMENSIONS = 64
 """More than torch has."""
+_EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|up_proj|down_proj)$")
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_NEMOTRON_H = re.compile(r"model\.(?=embeddings\.|norm_f\.|layers\.\d+\.(mixer|norm)\.)")
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"},
     **{"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"},
@@ -64,7 +67,7 @@ DTYPES = {
 
 
 def weights_by_file(hf: Path) -> dict[str, str]:
-    """File of each tensor, by the index of a Hugging Face folder; all files lie in the folder."""
+    """File of each tensor, by the index of a Hugging Face folder; all files lie in the folder or below it."""
     path = hf / INDEX_FILE
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -72,10 +75,11 @@ def weights_by_file(hf: Path) -> dict[str, str]:
         raise ValueError(f"{path} has no weight_map, which says in which file each tensor is; download it again")
     for name, file in weight_map.items():
         # Links stay allowed: a snapshot of the Hub consists of them.
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+        is_below = isinstance(file, str) and PurePosixPath(file).as_posix() == file and not file.startswith("/")
+        if not is_below or file in ("", ".") or ".." in file.split("/") or "\\" in file or "\0" in file:
             raise ValueError(
                 f"{path} places {name[:200]} in {str(file)[:200]!r}, which is no file of this folder; it is not read. "
-                "vLLM reads no other folder, too: move weight files beside the index, and name them without a path"
+                "Move the weight files beside the index, and name them without a path"
             )
     return weight_map
 
@@ -98,15 +102,24 @@ def weight_files(hf: Path) -> list[Path]:
 def files_to_hide(hf: Path) -> list[str]:
     """Names of other files that vLLM would read instead of or with the weights: an index, other safetensors files."""
     try:
-        read = {path.name for path in weight_files(hf)}
+        read = weight_files(hf)
     except ValueError:
         return []  # other rules say so
-    is_old = (hf / INDEX_FILE).exists() and set(weights_by_file(hf).values()) != read
-    return sorted({path.name for path in hf.glob("*.safetensors")} - read) + [INDEX_FILE] * is_old
+    is_old = (hf / INDEX_FILE).exists() and {hf / file for file in weights_by_file(hf).values()} != set(read)
+    return sorted(path.name for path in set(hf.glob("*.safetensors")) - set(read)) + [INDEX_FILE] * is_old
+
+
+def files_below(hf: Path) -> dict[str, str]:
+    """Weight files in sub-folders, where vLLM does not look -> names for links to them beside the index."""
+    try:
+        names = [path.relative_to(hf).as_posix() for path in weight_files(hf)]
+    except ValueError:
+        return {}  # other rules say so
+    return {name: name.replace("/", "--") for name in names if "/" in name}
 
 
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
-    """File and place of each tensor of a Hugging Face folder, by headers of its weight files.
+    """File and place of each tensor of a Hugging Face folder, by headers of its weight files (see `published`).
 
     The index must place each of them there. It may name others: only the model tells what is needed, as in
     transformers.
@@ -127,9 +140,33 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
             found = read_header(file, path)
         finally:
             os.close(file)
-        if unlisted := {name for name in found if file_of is not None and file_of.get(name) != path.name}:
+        if unlisted := {name for name in found if file_of is not None and hf / str(file_of.get(name)) != path}:
             raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(sorted(unlisted))}")
-        tensors |= {name: (path, tensor) for name, tensor in found.items()}
+        tensors |= {name: (path, tensor) for name, tensor in published(found).items()}
+    return tensors
+
+
+def published(stored: Mapping[str, HeaderTensor]) -> dict[str, HeaderTensor]:
+    """Tensors by the names of published models, where a file has transformers 5's own (`save_original_format=False`).
+
+    A layer's experts, stacked as [experts, rows, columns], become a tensor each at their place in the file; rows of
+    `gate_up_proj` are those of the gate, then as many of the up projection.
+    """
+    tensors: dict[str, HeaderTensor] = {}
+    for stored_name, tensor in stored.items():
+        name = _NEMOTRON_H.sub("backbone.", stored_name, count=1)
+        found = _EXPERTS.match(name)
+        parts = _EXPERT_PARTS[found[2]] if found and len(tensor.shape) == 3 else ()
+        if not found or not parts or 0 in tensor.shape or tensor.shape[1] % len(parts):
+            tensors[name] = tensor
+            continue
+        num_experts, rows, columns = tensor.shape
+        shape, num_bytes = (rows // len(parts), columns), tensor.num_bytes // (num_experts * len(parts))
+        for index in range(num_experts * len(parts)):
+            expert, part = divmod(index, len(parts))
+            place = tensor.offset + index * num_bytes
+            part_name = f"{found[1]}{expert}.{parts[part]}.weight"
+            tensors[part_name] = HeaderTensor(tensor.dtype, shape, place, num_bytes, is_stacked=True)
     return tensors
 
 
@@ -196,6 +233,8 @@ class HeaderTensor:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    is_stacked: bool = False
+    """True if the file has it in one tensor with the layer's other experts."""
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
@@ -224,7 +263,7 @@ def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
                 raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
             tensors[name] = HeaderTensor(entry["dtype"], shape, 8 + length + start, stop - start)
             end = stop
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header: {str(error)[:200]!r}; download the file again") from error
     if 8 + length + end != size:
         raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}: it is incomplete or damaged")

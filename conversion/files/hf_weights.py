@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 TIED = "tie_word_embeddings"
 _BLOCK_BYTES = 4 << 20
-_STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
 
 Stored = Mapping[str, tuple[Path, HeaderTensor]]
 
@@ -91,12 +89,10 @@ def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[
                 f"({sorted(DTYPES)})"
             )
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
-    if missing and any(_STACKED.search(name) for name in unknown):
+    if any(".block_sparse_moe." in name for name in missing) and any(".mlp.experts." in name for name in unknown):
         raise ValueError(
-            f"{hf}: all experts of a layer are one tensor "
-            f"({next(name for name in sorted(unknown) if _STACKED.search(name))}), as transformers 5 saves them "
-            "with save_original_format=False; load the model with transformers, and save it with "
-            "save_pretrained(folder), which writes a tensor for each expert"
+            f"{hf}: the experts have the form of transformers 5 (save_original_format=False), which vLLM does not read "
+            "of this model_type; load the model with transformers, and save it with save_pretrained(folder)"
         )
     if missing or unknown:
         raise ValueError(

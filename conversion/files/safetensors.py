@@ -25,9 +25,7 @@ from conversion.files.hf_folder import (
     OUTPUT,
     SINGLE_FILE,
     HeaderTensor,
-    read_header,
-    weight_files,
-    weights_by_file,
+    stored_tensors,
     write_json,
 )
 from conversion.files.manifest import FileChecksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
@@ -52,42 +50,23 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
     """The weights of a Hugging Face folder. A context manager: files stay open until it exits. Threads may share it."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Reads the index or the header of the only file. `folder` may also be a safetensors file."""
+        """Reads the headers of all weight files."""
         self._folder = Path(folder)
         self._lock = threading.Lock()
-        self._open_files: dict[str, tuple[int, dict[str, HeaderTensor]]] = {}
-        try:
-            file = SINGLE_FILE
-            if self._folder.is_file():
-                file, self._folder = self._folder.name, self._folder.parent
-            if (self._folder / file).exists():
-                self._file_of = self._with_embedding(dict.fromkeys(self._open(file)[1], file))
-                return
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self._folder}: no readable {SINGLE_FILE} ({error}); name a Hugging Face folder"
-            ) from error
-        weight_files(self._folder)
-        self._file_of = self._with_embedding(weights_by_file(self._folder))
-
-    def _with_embedding(self, file_of: dict[str, str]) -> dict[str, str]:
+        self._open_files: dict[Path, int] = {}
+        self._tensors = stored_tensors(self._folder)
         # `check_hf` lets no other model pass than one that ties the two.
-        self._has_output_alone = OUTPUT in file_of and EMBEDDING not in file_of
-        return {**file_of, EMBEDDING: file_of[OUTPUT]} if self._has_output_alone else file_of
+        if OUTPUT in self._tensors:
+            self._tensors.setdefault(EMBEDDING, self._tensors[OUTPUT])
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        for descriptor, _ in self._open_files.values():
+        for descriptor in self._open_files.values():
             os.close(descriptor)
         self._open_files.clear()
 
     @property
-    def names(self) -> set[str]:
-        """Names as they are stored: the embedding of a tied model may be there as the output layer alone."""
-        return set(self._file_of) - ({EMBEDDING} if self._has_output_alone else set())
-
-    @property
     def files(self) -> list[Path]:
-        return [self._folder / file for file in sorted(set(self._file_of.values()))]
+        return sorted({path for path, _ in self._tensors.values()})
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name)[1].shape
@@ -103,7 +82,7 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor into `target`, cast to its dtype. Memory holds no more than `target` and a block."""
-        (descriptor, found), dtype = self._find(name), self.dtype(name)
+        (path, found), dtype = self._find(name), self.dtype(name)
         if len(box) != len(found.shape) or any(
             not 0 <= low < high <= size for (low, high), size in zip(box, found.shape, strict=True)
         ):
@@ -111,30 +90,18 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
                 f"{self._folder}: {name} has shape {found.shape}, but box {box} of it is needed; the weights do "
                 "not fit config.json"
             )
-        read_stored(
-            descriptor, StoredTensor(self._folder / self._file_of[name], found.offset, dtype, found.shape), box, target
-        )
+        read_stored(self._descriptor(path), StoredTensor(path, found.offset, dtype, found.shape), box, target)
 
-    def _open(self, file: str) -> tuple[int, dict[str, HeaderTensor]]:
+    def _descriptor(self, path: Path) -> int:
         with self._lock:
-            if file not in self._open_files:
-                descriptor = open_file(self._folder / file)
-                try:
-                    self._open_files[file] = descriptor, read_header(descriptor, self._folder / file)
-                except ValueError:
-                    os.close(descriptor)
-                    raise
-            return self._open_files[file]
+            if path not in self._open_files:
+                self._open_files[path] = open_file(path)
+            return self._open_files[path]
 
-    def _find(self, name: str) -> tuple[int, HeaderTensor]:
-        if name not in self._file_of:
+    def _find(self, name: str) -> tuple[Path, HeaderTensor]:
+        if name not in self._tensors:
             raise ValueError(f"{self._folder}: there is no tensor {name}; the weights do not fit config.json")
-        file = self._file_of[name]
-        try:
-            descriptor, tensors = self._open(file)
-            return descriptor, tensors[OUTPUT if name == EMBEDDING and self._has_output_alone else name]
-        except (FileNotFoundError, ValueError, KeyError) as error:
-            raise ValueError(f"{self._folder / file}: {name} cannot be read: {error}") from error
+        return self._tensors[name]
 
 
 def fill_layout(folder: Path | str, layout: Layout, tensors: Mapping[Slot, Tensor]) -> None:

@@ -25,7 +25,17 @@ from typing import Literal, NamedTuple, TypeVar
 
 from conversion.families.registry import FAMILIES, family
 from conversion.files.durable import give_new_modes
-from conversion.files.hf_folder import COMPANIONS, INDEX_FILE, SINGLE_FILE, files_to_hide, read_config, weight_files
+from conversion.files.hf_folder import (
+    COMPANIONS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    files_below,
+    files_to_hide,
+    read_config,
+    weight_files,
+    weights_by_file,
+    write_json,
+)
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, Problem, prefix_of, spell, value_at
@@ -426,14 +436,17 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     """`folder` if it needs no change; else a folder in `beside` with links to its files and another config.json.
 
     That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have
-    no link. Equal folders are made once. All hosts that read the result must have `folder` at the same path.
+    no link; those of sub-folders, where vLLM does not look, have one beside the others. Equal folders are made once.
+    All hosts that read the result must have `folder` at the same path.
     """
     hf_config = read_config(folder / "config.json")
-    merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)
-    if merged == hf_config and not hidden:
+    merged = overridden_config(read_model_config(folder), overrides)
+    hidden, below = files_to_hide(folder), files_below(folder)
+    if merged == hf_config and not hidden and not below:
         return folder
     text = json.dumps(merged, indent=2, sort_keys=True)
-    digest = hashlib.sha256("\n".join([str(folder.absolute()), text, *hidden]).encode()).hexdigest()
+    parts = [str(folder.absolute()), text, *hidden, *sorted(below)]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     target = beside.absolute() / f"model-{digest[:16]}"
     if target.is_dir():
         return target
@@ -446,9 +459,14 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
     try:
         for path in folder.absolute().iterdir():
-            if path.name not in ("config.json", *hidden):
+            if path.name not in ("config.json", *hidden, *[INDEX_FILE] * bool(below)):
                 (made / path.name).symlink_to(path)
         (made / "config.json").write_text(text, encoding="utf-8")
+        for file, name in below.items():
+            (made / name).symlink_to(folder.absolute() / file)
+        if below:
+            placed = {tensor: below.get(file, file) for tensor, file in weights_by_file(folder).items()}
+            write_json(made / INDEX_FILE, {"metadata": {}, "weight_map": placed})
         give_new_modes(made)
         os.replace(made, target)
     except OSError:

@@ -19,6 +19,7 @@ from conversion.files.hf_folder import (
     SINGLE_FILE,
     HeaderTensor,
     files_to_hide,
+    published,
     read_config,
     read_header,
     weight_files,
@@ -83,9 +84,8 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         try:
             file = open_file(path)
             try:
-                stored |= {
-                    name: tensor for name, tensor in read_header(file, path).items() if not is_unused(name, hf_config)
-                }
+                found = published(read_header(file, path))
+                stored |= {name: tensor for name, tensor in found.items() if not is_unused(name, hf_config)}
             finally:
                 os.close(file)
         except FileNotFoundError:

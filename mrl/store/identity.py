@@ -160,7 +160,7 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
 
 def _model_parts(model: PolicyConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
     folder = Path(model.model_name)
-    weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
+    weights = {path.relative_to(folder).as_posix(): digest for path, digest in hashes(weight_files(folder)).items()}
     settings = overridden_config(read_model_config(folder), model.hf_config_overrides)
     return {
         "config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}),

@@ -102,8 +102,18 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
                 rule = f"config.json has no {key}, and vLLM's default is not {value!r}, as transformers computes"
                 way_out = f"set policy.hf_config_overrides.{key}={value}"
                 problems.tell("policy.model_name", folder, rule, way_out)
-        if has_output_alone(stored_tensors(folder), hf_config):
-            rule = f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read"
+        stored = stored_tensors(folder)
+        is_stacked = any(tensor.is_stacked for _, tensor in stored.values())
+        for is_unread, form in (
+            (has_output_alone(stored, hf_config), f"its tied embedding is stored as {OUTPUT} alone"),
+            (
+                is_stacked and not family(hf_config).vllm_reads_stacked_experts,
+                "all experts of a layer are stored as one tensor (save_original_format=False)",
+            ),
+        ):
+            if not is_unread:
+                continue
+            rule = f"{form}, which vLLM does not read"
             way_out = (
                 "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and "
                 "name the new folder"

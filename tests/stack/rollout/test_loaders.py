@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
@@ -64,6 +65,20 @@ def test_vllm_reads_no_tied_embedding_stored_as_the_output_layer_alone(tmp_path:
     weights[OUTPUT] = weights.pop(EMBEDDING)
     save_file(weights, folder / SINGLE_FILE)
     assert load(folder, VllmParallel(), 0)[Slot(EMBEDDING)].isnan().all(), "as it was before the loader came"
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe"])
+def test_vllm_reads_experts_in_one_tensor_where_the_family_says_so(model_type: str, tmp_path: Path) -> None:
+    hf, stacked = models.save_model(tmp_path / "hf", model_type), tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False)
+    assert any(name.endswith(".experts.down_proj") for name in load_file(stacked / SINGLE_FILE))
+    if not FAMILIES[model_type].vllm_reads_stacked_experts:
+        with pytest.raises(KeyError, match="experts.down_proj"):
+            load(stacked, VllmParallel(), 0)
+        return
+    for parallel in (VllmParallel(tp=2), VllmParallel(tp=2, ep=2)):
+        for worker in range(2):
+            assert disagreements(stacked, parallel, worker) == []
 
 
 def test_another_workers_table_is_not_taken(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """A model may be named by its id on the Hub; a run of it goes on with the local snapshot."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -165,3 +166,22 @@ def test_a_tied_embedding_stored_as_the_output_layer_alone_is_refused_with_engin
     (problem,) = [text for text in with_engines if "tied embedding" in text]
     assert "stored as lm_head.weight alone, which vLLM does not read; convert it there and back with" in problem
     assert not [text for text in without if "tied embedding" in text]
+
+
+def test_experts_in_one_tensor_are_refused_with_engines_that_do_not_read_them(workplace: Path):
+    folder = write_folder(workplace / "stacked", tiny_config("deepseek_v3"))
+    weights = load_file(folder / "model.safetensors")
+    block = re.compile(r"(.+\.experts\.)\d+\.(gate|up|down)_proj\.weight")
+    for prefix in {found[1] for name in weights if (found := block.match(name))}:
+        parts = {
+            part: [weights.pop(f"{prefix}{expert}.{part}_proj.weight") for expert in range(8)]
+            for part in ("gate", "up", "down")
+        }
+        weights[f"{prefix}gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], 1)
+        weights[f"{prefix}down_proj"] = torch.stack(parts["down"])
+    save_file(weights, folder / "model.safetensors")
+    settings = [f"policy.model_name={folder}", "policy.tokenizer.name=prepared/tiny/model"]
+    with_engines, without = (texts_of(load_config(name, settings)) for name in ("grpo_tiny.yaml", "sft_tiny.yaml"))
+    (problem,) = [text for text in with_engines if "one tensor" in text]
+    assert "(save_original_format=False), which vLLM does not read; convert it there and back" in problem
+    assert not [text for text in without if "one tensor" in text or "do not fit" in text]

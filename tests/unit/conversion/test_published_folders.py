@@ -165,13 +165,40 @@ def test_of_an_index_only_the_tensors_that_the_model_needs_must_be_there(hf: Pat
         check_hf(hf)
 
 
-def test_experts_in_one_tensor_are_refused_with_a_way_out(tmp_path: Path):
-    hf, stacked = models.save_model(tmp_path / "moe", "qwen3_moe"), tmp_path / "stacked"
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_one_tensor_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path):
+    hf, stacked = models.save_model(tmp_path / "moe", model_type), tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False, max_shard_size="80KB")
+    names = {name for path in weight_files(stacked) for name in load_file(path)}
+    assert any(name.endswith(".experts.down_proj") for name in names) and len(weight_files(stacked)) > 2
+    assert list(differences(hf, stacked)) == [] and list(differences(hf, there_and_back(stacked))) == []
+
+
+def test_experts_in_one_tensor_that_vllm_does_not_read_are_refused_with_a_way_out(tmp_path: Path):
+    hf, stacked = models.save_model(tmp_path / "moe", "mixtral"), tmp_path / "stacked"
     AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False)
-    with pytest.raises(
-        ValueError, match=r"all experts of a layer are one tensor \(model.layers.0.mlp.experts.down_proj\)"
-    ):
+    with pytest.raises(ValueError, match=r"which vLLM does not read of this model_type; load the model with transform"):
         check_hf(stacked)
+
+
+def test_shards_in_sub_folders_are_read_and_linked_for_vllm(tmp_path: Path):
+    hf, below = models.save_model(tmp_path / "hf", "qwen3"), tmp_path / "below"
+    AutoModelForCausalLM.from_pretrained(hf).save_pretrained(below, max_shard_size="80KB")
+    index = json.loads((below / INDEX_FILE).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    for number, file in enumerate(files[1:]):
+        # Equal names in two folders: a name alone is no file.
+        (below / f"part{number}").mkdir()
+        (below / file).rename(below / f"part{number}" / "model.safetensors")
+    moved = {file: f"part{number}/model.safetensors" for number, file in enumerate(files[1:])}
+    index["weight_map"] = {name: moved.get(file, file) for name, file in index["weight_map"].items()}
+    write_json(below / INDEX_FILE, index)
+    assert len(moved) > 1 and torch.equal(logits(below), logits(hf)), "transformers reads it"
+    assert list(differences(hf, there_and_back(below))) == []
+    linked = overridden_folder(below, {}, beside=tmp_path / "run")
+    assert len(list(linked.glob("*.safetensors"))) == len(files) == len(weight_files(linked))
+    assert torch.equal(logits(linked), logits(hf)) and overridden_folder(below, {}, beside=tmp_path / "run") == linked
+    assert list(differences(hf, linked)) == []
 
 
 def test_layers_that_an_export_leaves_out_are_not_in_its_config(tmp_path: Path):
