@@ -29,6 +29,7 @@ import mrl
 from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
+from mrl.config.passwords import without_passwords
 from mrl.config.texts import safe_text
 from mrl.config.tokens import without_tokens
 
@@ -177,7 +178,7 @@ def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """`text` without `secrets`, the values of secret environment variables, and texts that look like secrets."""
     if (known := _known(env.secret_values() | secrets)) is not None:
         text = known.sub(REDACTED, text)
-    text = without_tokens(text, REDACTED)
+    text = without_passwords(without_tokens(text, REDACTED), REDACTED)
     for form, instead in _FORMS:
         text = form.sub(instead, text)
     return _PARAMETER.sub(_public_parameter, text)

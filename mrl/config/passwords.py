@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passwords and codes that a text says behind their name: `PASSWORD x`, `my pin is x`, `passphrase "a b c d"`."""
+
+from __future__ import annotations
+
+import re
+
+_CODE = (
+    r"(?:one[-_ ]time|verification|recovery|backup|auth(?:entication|enticator)?|security|access|door|login|unlock|"
+    r"activation|[2m]fa|otp|sms|pin)"
+)
+_PASSWORD = r"pass(?:word|wd|phrase|code|wort)s?|kennwort|contrase(?:ñ|n)a|mot\sde\spasse|senha|identified\sby"
+_PHRASE = r"(?:seed|recovery|secret)[-_ ]?phrase|mnemonic"
+_SHORT = rf"{_CODE}[-_ ]?(?:code|pin|password)s?|{_PHRASE}|pwd?|pass|t?otp|pins?|[2m]fa"
+_WEAK = r"secret|token|key|auth|bearer|creds?|credentials?|login|cookie|session[-_ ]?id"
+_NAME = (
+    rf"(?P<name>(?P<strong>[\w-]{{0,40}}?(?:{_PASSWORD})|(?:[\w-]{{0,40}}[_-])?(?:{_SHORT})|"
+    rf"(?-i:(?:[A-Z\d]{{1,20}}_){{1,6}}(?:TOKEN|KEY|SECRET|AUTH)))|(?:[\w-]{{0,40}}[_-])?(?:{_WEAK}))"
+)
+# Between a name and its value: quotes with a blank or a sign; or up to four words, and a verb.
+_SAID = (
+    r"(?:(?P<said>['\"\x60]?\s{0,3}(?:[:=]>?|->|\|)\s{0,3}|\s(?:[\w-]{1,20}\s){0,4}?(?:is|was|are|to|=|:)\s{1,3})|"
+    r"['\"\x60)]?\s{0,3}[\s,(-]\s{0,3})"
+)
+_SPOKEN = re.compile(
+    rf"(?<![\w.-]){_NAME}{_SAID}(?P<quote>['\"\x60])?"
+    rf"(?P<value>\d{{2,4}}(?:[ -]\d{{2,4}}){{1,3}}\b|(?!-)[^\s'\"\x60|<]{{4,200}})",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(
+    rf"(?<![\w.-])(?:(?:[\w-]{{0,40}}[_-])?pass[-_ ]?phrase|{_PHRASE}){_SAID}['\"\x60]?"
+    r"(?P<value>(?!(?:must|should|may|can|which|that|has|have|with|from|for|of|and|or|not?)\b)"
+    r"[a-z]{2,12}(?:[ ,]{1,2}[a-z]{2,12}){3,24})",
+    re.IGNORECASE,
+)
+"""A phrase of words."""
+_ALONE = re.compile(r"[ \t]*(?:[\w-]+[ \t]+){0,2}")
+"""What may stand in a line before a name whose value is all the rest."""
+MAX_BEFORE = 80
+_MIXED = re.compile(r"\d[A-Za-z]|[A-Za-z]\d|[A-Za-z][!@#$%^&+~]|[!@#$%^&+~][A-Za-z]|[a-z][A-Z]")
+_END = re.compile(r"['\"\x60.!]*[ \t\r]*(?:\n|\Z)")
+_ORDINARY = re.compile(
+    r"missing|wrong|required|needed|none|null|true|false|empty|hidden|given|known|unknown|invalid|incorrect|absent|optional|here|there|"
+    r"file|files|manager|prompt|only|anywhere|again|first|below|above|\w+ed|\$\{\S*",
+    re.IGNORECASE,
+)
+_KEYWORDS = re.compile(rf"{_PASSWORD}|{_PHRASE}|pw|pass|otp|pin|[2m]fa|code|{_WEAK}", re.IGNORECASE)
+
+
+def without_passwords(text: str, instead: str) -> str:
+    """`text` with `instead` in place of each value that it says behind the name of a password, a code or a phrase."""
+    if _KEYWORDS.search(text) is None:
+        return text
+    text = _WORDS.sub(lambda found: found[0][: found.start("value") - found.start()] + instead, text)
+    parts, place = list[str](), 0
+    while (found := _SPOKEN.search(text, place)) is not None:
+        start, value = found.start("value"), found["value"].rstrip(".,;:?)]}*")
+        is_hidden = not _ORDINARY.fullmatch(value) and (_is_password if found["strong"] else _is_token)(found, value)
+        end = start + len(value) if is_hidden else found.end("name")
+        parts.append(text[place:start] + instead if is_hidden else text[place:end])
+        place = end
+    return "".join(parts) + text[place:]
+
+
+def _is_password(found: re.Match[str], value: str) -> bool:
+    """True for what is no word: digits and letters, signs within, capitals within; also for a word that ends a line."""
+    name = found["strong"].lower()  # `pass` is a verb, too, and `"pass": "logprobs"` a table
+    if re.fullmatch(r"[\d., -]+", value):
+        is_code = not name.endswith("pass") and (found["said"] is not None or not found["strong"].endswith("pin"))
+        return not re.search(r"[.,]", value) and is_code
+    if _MIXED.search(value) or (re.search(r"\d", value) and (found["quote"] or found["said"])):
+        return len(value) >= 4 and re.search(r"[A-Za-z]", value) is not None
+    if found["quote"] and not name.endswith("pass") and "," not in found[0][: found.start("value") - found.start()]:
+        return True
+    if name.endswith("pass") or _END.match(found.string, found.end()) is None:
+        return False
+    before = found.string[max(0, found.start() - MAX_BEFORE) : found.start()]
+    return found["said"] is not None or _ALONE.fullmatch(before.rpartition("\n")[2]) is not None
+
+
+def _is_token(found: re.Match[str], value: str) -> bool:
+    """True for a run of letters with digits, also behind a user's name and a colon or a slash."""
+    if found["said"] is None and not found["quote"] and re.search(r"[=.]", value):
+        return False
+    runs = re.findall(r"[A-Za-z\d]+", value)
+    longest = max(runs, key=len, default="")
+    digits = sum(sign.isdigit() for sign in longest)
+    is_secret = re.search(r"secret|cred|login|auth", found["name"], re.IGNORECASE)
+    least = (6, 1) if is_secret else (6, 2) if found["said"] else (8, 3)
+    return len(longest) >= least[0] and least[1] <= digits < len(longest)
