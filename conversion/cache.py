@@ -305,10 +305,11 @@ def _usable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Only writing fails for lack of space; errors of the model's folder name a file there.
-        if not (
-            Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)
-        ):
+        # Only writing fails for lack of space; errors of the model's folder name a file there. A folder above the root
+        # is named where that could not be made, as in a home that is read-only.
+        named = Path(error.filename) if error.filename else None
+        is_ours = named and (named.is_relative_to(root) or root.is_relative_to(named))
+        if not is_ours and (named or error.errno not in (errno.ENOSPC, errno.EDQUOT)):
             raise
         raise ValueError(
             f"the cache of converted models at {root} cannot be used: {error}; set MRL_CACHE to a writable folder "

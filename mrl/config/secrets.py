@@ -360,13 +360,17 @@ def reason_of(error: BaseException) -> str:
     return " ".join(" ".join(rest or lines[-1:]).split())
 
 
-def note_traceback(error: Exception, folder: Path) -> None:
-    """Writes an error's traceback, without secrets, to a file in a folder, or to stderr if that cannot be written."""
+def note_traceback(error: Exception, folder: Path, *, is_needed: bool = True) -> None:
+    """Writes an error's traceback, without secrets, to a file in a folder.
+
+    If that cannot be written and `is_needed`, writes it to stderr, behind the reason.
+    """
     text = _formatted("".join(traceback.format_exception(error))) + "\n"
     try:
         write_atomic(folder / TRACEBACK, text)
     except OSError:
-        sys.stderr.write(text)
+        if is_needed:
+            sys.stderr.write(_formatted(f"The attempt ended: {reason_of(error)}") + "\n" + text)
 
 
 def _formatted(text: str) -> str:

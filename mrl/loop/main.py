@@ -26,6 +26,7 @@ from mrl.loop.signal_watch import NoSignal
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
+from mrl.store.disk import way_out
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough
@@ -143,12 +144,11 @@ def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget
         return FAILED, f"The attempt ended: {error}.{' The same command resumes.' if folder.path.is_dir() else ''}"
     except (SaveFailed, ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
         if isinstance(error, SaveFailed):
-            note_traceback(error, actors)
+            note_traceback(error, actors, is_needed=False)
         return FAILED, f"The attempt ended: {error}. Logs of the actors: {actors}. The same command resumes."
     except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
         note_traceback(error, actors)
-        return (
-            FAILED,
-            f"The attempt ended: {reason_of(error)}. Traceback ({TRACEBACK}) and logs of the actors: {actors}",
-        )
+        advice = way_out(error, folder.path) if isinstance(error, OSError) else ""
+        reason = "; ".join(filter(None, [reason_of(error), advice]))
+        return FAILED, f"The attempt ended: {reason}. Traceback ({TRACEBACK}) and logs of the actors: {actors}"
     return (DONE, "") if is_done else (ENDED_EARLY, "Ended before the last step; the same command goes on")

@@ -16,6 +16,7 @@ from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.store.checkpoints import Checkpoint
+from mrl.store.disk import way_out
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 
@@ -197,7 +198,8 @@ class CheckpointSaver:
             self._folder.checkpoints.remove_unfinished()
             before = self._saved_step
             stays = f"the one before it stays: step_{before}" if before else "there is none before it"
-            text = f"the checkpoint of step {step} cannot be written: {error}; {stays}"
+            reason = "; ".join(filter(None, [str(error), way_out(error, self._folder.path), stays]))
+            text = f"the checkpoint of step {step} cannot be written: {reason}"
             logger.error("%s", text)
             if is_needed:
                 raise SaveFailed(text) from error

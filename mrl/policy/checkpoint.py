@@ -224,8 +224,7 @@ class CheckpointWrite:
             return WriteReport(
                 {},
                 0.0,
-                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on "
-                "this disk, or choose another checkpointing.checkpoint_dir",
+                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}",
             )
         return WriteReport(files, hidden_s=time.monotonic() - self._begun_at)
 

@@ -42,6 +42,7 @@ from mrl.store.checkpoints import (
     newest_step,
 )
 from mrl.store.console import step_header, step_lines, story, supervised_lines
+from mrl.store.disk import way_out
 from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or_set_aside
@@ -139,9 +140,9 @@ class RunFolder:
             raise
         except OSError as error:
             self._ownership.give_back()
-            way_out = "free space there, or choose another folder"
             raise ValueError(
-                f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}"
+                f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; "
+                f"{way_out(error, self.path) or 'choose another folder'}"
             ) from error
         logger.info("Using log directory: %s", self.log_folder)
 

@@ -136,6 +136,14 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(hf: Path, root
         cached_mcore(hf, root)
 
 
+def test_a_cache_below_a_folder_that_takes_nothing_is_named():
+    """The error names the folder above the cache that could not be made."""
+    with pytest.raises(
+        ValueError, match="/proc/home/cache cannot be used: .*'/proc/home'; set MRL_CACHE to a writable"
+    ):
+        cache.open_cache(Path("/proc/home/cache"))
+
+
 def test_a_model_that_cannot_be_read_is_not_the_fault_of_the_cache(root: Path, tmp_path: Path):
     model = save_model(tmp_path / "model")
     (model / "config.json").unlink()

@@ -113,9 +113,12 @@ def test_a_failed_start_is_one_line_and_its_traceback_is_in_the_logs(
         assert ends(one_step) == 0
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "free space"), (errno.EROFS, "read-only"), (errno.EDQUOT, "quota"), (errno.EFBIG, "of that size")],
+)
 def test_a_last_save_that_fails_says_why_first_and_last(
-    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, advice: str
 ):
     def attempt(now: Attempt) -> bool:
         now.saver.load(now.newest, last_step=9)
@@ -128,16 +131,11 @@ def test_a_last_save_that_fails_says_why_first_and_last(
     assert ends(one_step) == 0
     caplog.clear()
     assert ends(attempt) == 1
-    reason = (
-        f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}; the one "
-        "before it stays: step_1"
-    )
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert (
-        said[0] == reason
-        and said[-1].startswith(f"The attempt ended: {reason}. ")
-        and said[-1].endswith("The same command resumes.")
-    )
+    parts = said[0].split("; ")
+    assert parts[0] == f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}"
+    assert advice in parts[1] and parts[2:] == ["the one before it stays: step_1"]
+    assert said[-1].startswith(f"The attempt ended: {said[0]}. ") and said[-1].endswith("The same command resumes.")
     assert "Traceback" not in caplog.text
     assert "SaveFailed" in (tmp_path / "run/logs/exp_002/actors/traceback.txt").read_text()
     for step in (2, 3):

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way out of an error of a disk, by its number: one table for all that a run writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+ELSEWHERE = "or choose another folder"
+
+
+def _full(folder: Path) -> str:
+    with suppress(OSError):
+        while not folder.exists():
+            folder = folder.parent
+        found = os.statvfs(folder)
+        if found.f_files and not found.f_favail:
+            return f"all {found.f_files:,} inodes of that disk are taken: remove files there, {ELSEWHERE}"
+    return f"free space there, {ELSEWHERE}"
+
+
+def _too_large(_: Path) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return f"the file system there takes no file of that size: {ELSEWHERE[3:]}"
+    return f"ulimit -f allows files of {limit // 1024:,} KiB: raise it, or fsize in /etc/security/limits.conf"
+
+
+_WAYS_OUT: Mapping[int, Callable[[Path], str]] = {
+    errno.ENOSPC: _full,
+    errno.EFBIG: _too_large,
+    errno.EDQUOT: lambda _: f"the quota there is used up: remove files, ask for more, {ELSEWHERE}",
+    errno.EROFS: lambda _: (
+        "it is mounted read-only, as the kernel does after an error of a disk (dmesg names it): have it mended and "
+        f"mounted again, {ELSEWHERE}"
+    ),
+    errno.EACCES: lambda folder: f"let this user (id {os.getuid()}) write to {folder} and what is in it, {ELSEWHERE}",
+    errno.EPERM: lambda folder: f"let this user (id {os.getuid()}) write to {folder} and what is in it, {ELSEWHERE}",
+    errno.EIO: lambda _: f"its disk or file server fails (dmesg names it): have it mended, {ELSEWHERE}",
+    errno.ESTALE: lambda _: f"its file server has lost it: have it mounted again, {ELSEWHERE}",
+    errno.ENOMEM: lambda _: "no memory is left: raise ulimit -v or the memory of the job, or end what else runs here",
+    errno.EMFILE: lambda _: "this process has too many files open: raise ulimit -n",
+    errno.ENAMETOOLONG: lambda _: "choose a folder with a shorter path",
+}
+
+
+def way_out(error: OSError | str, folder: Path) -> str:
+    """Advice on an error of the disk of `folder`; "" if its number, in a rank's text as `[Errno N]`, is of no disk."""
+    number = error.errno if isinstance(error, OSError) and error.errno else None
+    if number is None and (found := _NUMBER.search(str(error))) is not None:
+        number = int(found[1])
+    return _WAYS_OUT[number](folder) if number is not None and number in _WAYS_OUT else ""
