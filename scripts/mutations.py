@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.mutations`: breaks 60 behaviours one by one in a checkout copy; names those that no test misses.
+"""`python -m scripts.mutations`: breaks 63 behaviours one by one in a checkout copy; names those that no test misses.
 
 Run it by hand after a change of the tests: it takes ten to twenty seconds a mutation. Exit code 1: a mutation has
 survived.
@@ -84,6 +84,10 @@ a sequence that is not valid is not trained | unit/data/test_packing.py::test_an
 mrl/data/packing.py: if sequence.is_valid: >>> if True:
 late chunks of a zigzag run backwards | unit/policy/test_attention.py::test_a_zigzag_by_hand
 mrl/policy/packed.py: starts_S + (2 * cp_size - 1 - cp_rank) * chunks_S >>> starts_S + (cp_size + cp_rank) * chunks_S
+both shares of a rank's load count, each for itself | unit/data/test_planning.py::test_the_larger_of_both_shares_decides_and_not_their_sum
+mrl/data/planning.py: (loads + shares[index]).max(axis=1) >>> (loads + shares[index]).sum(axis=1)
+a developer's message is a system message | unit/data/test_rows.py::test_a_developers_message_that_comes_first_is_the_system_message
+mrl/data/rows.py: if first["role"] in LEADING: >>> if first["role"] == "system":
 # ledger and checkpoints
 an event is on disk when the call returns | unit/store/test_ledger.py::test_an_event_is_on_disk_when_the_call_returns
 mrl/store/ledger.py: sync_descriptor(descriptor, self.path) >>> pass
@@ -140,7 +144,9 @@ tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_op
 mrl/plan/facts.py: dense_shards=ranks // megatron.tensor_model_parallel_size if >>> dense_shards=ranks if
 a worker holds a key head that it shares | unit/plan/test_engine.py::test_states_have_the_type_of_the_model_where_the_run_names_none
 mrl/plan/engine.py: max(1, shape.kv_heads // tp) >>> shape.kv_heads / tp
-# rollouts and gateway
+# hangs, rollouts and gateway
+a process that reads or writes is at work | unit/cluster/test_hangs.py::test_a_process_that_reads_or_writes_is_at_work
+mrl/cluster/hangs.py: or last_io_bytes - io_bytes > enough[1] >>> or False
 no rollout is older than the lag | unit/loop/test_rollout_queue.py::test_nothing_is_lost_or_trained_twice_over_a_kill
 mrl/loop/queue.py: group.oldest_version > self.plan.lag >>> group.oldest_version > self.plan.lag + 1
 surplus ages by a version | unit/loop/test_rollout_queue.py::test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights

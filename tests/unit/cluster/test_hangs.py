@@ -17,10 +17,10 @@ Change = Callable[[float, str], dict]
 
 
 def reading(
-    now: float, name: str, *, state: str = "S", core_share: float = 0.0, num_done: int = 0, **facts
+    now: float, name: str, *, state: str = "S", core_share: float = 0.0, bytes_per_s: int = 0, **facts
 ) -> ProcessReading:
     pid = 100 + NAMES.index(name)
-    return ProcessReading(name, pid, "host", state, cpu_s=core_share * now, io_bytes=0, num_done=num_done, **facts)
+    return ProcessReading(name, pid, "host", state, core_share * now, int(bytes_per_s * now), **facts)
 
 
 def follow(
@@ -113,6 +113,12 @@ def test_long_work_is_told_as_work_and_once_known_not_at_all():
     # The second one may take twice as long as the first.
     found = follow(judge, working, [wait("train_step", "policy rank 0", since=105.0)], begin=105.0, end=1000.0)
     assert found is not None and found[0] == 105.0 + 2 * 105.0
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_hang"), [(1_000_000, False), (1_000, True)])
+def test_a_process_that_reads_or_writes_is_at_work(bytes_per_s: int, is_hang: bool):
+    found = follow(HangJudge(NOTICE_S), lambda *_: {"bytes_per_s": bytes_per_s}, [wait("begin_save", "policy rank 0")])
+    assert found is not None and found[1].is_hang == is_hang
 
 
 def test_a_driver_that_waits_for_nobody_is_named_itself():
