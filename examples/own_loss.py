@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SAPO (arXiv:2511.20347): a sigmoid that lets go of a token smoothly, in place of PPO's clip."""
+"""SAPO (arXiv:2511.20347): a sigmoid fades a token's weight, in place of PPO's clip."""
 
 import torch
 from torch import Tensor

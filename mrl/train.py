@@ -5,7 +5,7 @@ prompts -> rollouts (vLLM) -> rewards -> advantages -> packed batches -> old and
         -> refit of the engines, verified -> validation -> checkpoint -> metrics
 
 SFT, DPO and reward models run the same loop on examples in place of rollouts. In PPO a critic judges the batches first,
-and learns, too; in distillation what teachers say of the tokens stands in place of advantages, or makes them.
+and learns, too; in distillation teacher logprobs replace advantages, or make them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(run: Run[Supplier], state: RunState) -> None:
 
 
 def train_step(run: Run[Supplier], state: RunState) -> None:
-    """One step, of the public parts of `mrl.api`, of which a loop of your own makes its steps, too."""
+    """Runs one step, from the public parts of `mrl.api`, which a loop of your own uses, too."""
     loop = Loop(run, state)
     # Engines sample rollouts of the next prompts, or have done so ahead; environments judge them; advantages; packed
     # rows.

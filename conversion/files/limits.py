@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import ParamSpec, TextIO, TypeVar
 
-# A console that takes nothing for so long has no reader, or lies on a file system that hangs.
+# A console that is blocked for so long has no reader, or lies on a file system that hangs.
 CONSOLE_TIMEOUT_S = 5.0
 MAX_WAITING = 10_000
 

@@ -41,7 +41,7 @@ from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
+from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent
 from mrl.rollout.engine_lines import EngineLines
 from mrl.rollout.environment import set_variables, variables_of_children
 from mrl.rollout.gateway import Gateway
@@ -103,7 +103,7 @@ class AgentRuns:
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
-        self._work = ActorWork[Ran]()
+        self._work = ActorWork[AgentResult]()
         self._num_told = 0
 
     async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:

@@ -100,7 +100,7 @@ class Lookouts:
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """Returns the result of `get`; [] if the actor has died, of which its waiters learn from Ray."""
+    """Result of `get`, or [] if the actor died."""
     try:
         return get()
     except RayError:

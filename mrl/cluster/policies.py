@@ -149,14 +149,14 @@ class PolicyActor:
         self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None
     ) -> list[dict[int, PayloadRef]]:
         """Calls one of `ON_TOKENS` with arrays by batch and sequence; those that it returns stay here until pulled."""
-        from mrl.policy.beside import ON_TOKENS
+        from mrl.policy.other_models import ON_TOKENS
 
         arguments = () if given is None else (pull_arrays(given, timeout_s=self.timeout_s),)
         return put_arrays(self._spanned(model, verb, partial(ON_TOKENS[verb], self.models[model]), *arguments) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of sequences that this rank answers for, and their teacher outputs; see `mrl.policy.beside.teach`."""
-        from mrl.policy.beside import teach
+        """Indices of the sequences of this rank, and their teacher outputs; see `mrl.policy.other_models.teach`."""
+        from mrl.policy.other_models import teach
 
         found = self._spanned(model, "teacher", teach, self.models[model], k)
         return list(found), pack(found.values())
@@ -354,7 +354,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> Callable[[], list[TrainSequence]]:
         """Starts this model on generated tokens. The answer waits, and gives the sequences with references to outputs.
 
-        See `mrl.policy.beside.teach`.
+        See `mrl.policy.other_models.teach`.
         """
         self.set_batches([make_batch(sequences, self.config, self.model)])
         pending, payloads = {}, {}

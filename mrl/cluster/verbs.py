@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 from conversion.files.manifest import WriteReport
 
 TokenVerb = Literal["compute_values", "compute_advantages", "set_returns"]
-"""Functions of `mrl.policy.beside`, which documents them."""
+"""Functions of `mrl.policy.other_models`, which documents them."""
 
 
 class PolicyVerbs(Protocol):

@@ -279,7 +279,7 @@ class RolloutQueue:
                     if self.plan.freshest_first
                     else ready
                 )
-            # Their verdicts must not meet those of the rollouts that take their place.
+            # Finish judging them before asking again: new rollouts have the same keys.
             self._source.judge(stale, on_tick=self._on_tick)
             self._num_regenerated += len(stale)
             self._num_too_old.update(group.key for group in stale)

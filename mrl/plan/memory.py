@@ -234,8 +234,8 @@ def work_of(
     )
 
 
-def works_beside(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
-    """Returns the work of each model other than the policy for its neediest stage: a rank may have any stage of it."""
+def other_model_memory(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
+    """Peak memory of each model other than the policy, for its neediest stage: a rank may have any stage of it."""
     return {name: _neediest(config, name, other, imbalance) for name, other in model.beside.items()}
 
 
@@ -274,7 +274,7 @@ def rank_memory(
     """Bytes that a rank of a pipeline stage allocates in each phase."""
     mine, beside = (
         work_of(config, model, pp_rank, imbalance=imbalance),
-        works_beside(config, model, imbalance=imbalance),
+        other_model_memory(config, model, imbalance=imbalance),
     )
     states, works = mine.states, {"policy": mine, **beside}
     sleeping = ENGINE_CONTEXT + engine.graphs if engine and config.policy.generation.colocated.enabled else 0.0
@@ -378,7 +378,7 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     parts = {"optimizer off the GPUs": away * ranks, PAGE_CACHE: float(sum(files.values()) * BF16)}
     if rounding:
         parts[ROUNDING] = rounding * ranks
-    for name, work in works_beside(config, model).items():
+    for name, work in other_model_memory(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":
             parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks

@@ -207,7 +207,7 @@ def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> It
 
 
 def _unlikely(config: RunConfig, values: dict[str, object], sizes: ModelSizes) -> str | None:
-    """Reason for which nobody would run a legal layout of the trainer; none for the one that is configured."""
+    """Why a legal layout of the trainer is skipped; None for the configured one and any that is kept."""
     if all(value_at(config, KEYS[name]) == value for name, value in values.items()):
         return None
     ep, cp = values["ep"], values["cp"]

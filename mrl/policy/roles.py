@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """Differences of a model from those of other roles."""
+    """Settings of one role."""
 
     residency: Callable[[Phase | None, Phase], Residency]
     """Residency of its memory in a phase, entered from another one."""

@@ -87,7 +87,7 @@ class AgentTask:
 
 
 @dataclass(frozen=True)
-class Ran:
+class AgentResult:
     """A rollout that an agent has ended. Its first sequence stands for it; the others share its advantage."""
 
     rollouts: list[Rollout]
@@ -273,7 +273,7 @@ class AgentRunner:
                     agent.reports.clear()
         return found
 
-    async def run(self, task: AgentTask) -> Ran:
+    async def run(self, task: AgentTask) -> AgentResult:
         """Runs a rollout, with new attempts if the agent is lost. One without a task is awaited until the deadline."""
         end, reason, attempt, pause_s = time.monotonic() + self._timeout_s, "", 0, RETRY_S
         while attempt < MAX_ATTEMPTS:
@@ -335,7 +335,7 @@ class AgentRunner:
         """Number of the task's group, another when asked again: servers may still hold answers of the time before."""
         return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
-    def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
+    def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> AgentResult:
         rollouts = session.tree.sequences(task.request)
         if verdict.is_valid and not rollouts:
             verdict = failed("the agent has sampled nothing that can be trained", "error", verdict)
@@ -352,7 +352,7 @@ class AgentRunner:
         # What is masked keeps its place, and costs no more than that.
         kept = (rollouts if verdict.is_valid else rollouts[:1]) or [task.empty_rollout()]
         said = replace(verdict, metrics=metrics, text=safe_text(session.text), conversations=session.heard.shown())
-        return Ran(kept, said, tuple(session.engines))
+        return AgentResult(kept, said, tuple(session.engines))
 
 
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:

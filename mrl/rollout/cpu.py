@@ -483,7 +483,7 @@ PATCHES = (
     ),
     EnginePatch(
         "vllm.v1.sample.rejection_sampler.rejection_sample",
-        "each token is drawn as if nothing had been proposed; proposals count as far as they are what is drawn",
+        "each token is drawn as if nothing had been proposed; a proposal is accepted if equal to the drawn token",
         _SAME_TOKENS,
         _UNTIL_SAME_TOKENS,
         lambda _: sample_targets(gumbel_seeds),

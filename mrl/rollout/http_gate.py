@@ -297,7 +297,7 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
 
 
 def openai_error(status: int, message: str, code: str | int | None = None) -> JSONResponse:
-    """An error in OpenAI's shape. What is too long has their code, by which agents know that to ask again is no use."""
+    """Builds an OpenAI error; over-long requests get the code that tells agents not to retry."""
     for flag, key in FLAGS.items():
         message = message.replace(flag, key)
     if status in (400, 413) and TOO_LONG.search(message):

@@ -337,7 +337,7 @@ def _was_complete(folder: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint with a completion marker, whose bytes nobody looks at; 0 if there is none."""
+    """Step of the newest checkpoint with a completion marker, its content unchecked; 0 if there is none."""
     return next((found.step for found in checkpoints_in(folder) if os.path.lexists(found.folder / MARKER)), 0)
 
 
@@ -398,7 +398,7 @@ def _check_thawed(section: str, path: Path, was: Mapping[str, object], now: Mapp
 
 
 def _object(path: Path) -> dict[str, object]:
-    """The object in a JSON file; empty if there is none, of which more is said elsewhere."""
+    """JSON object in a file, or {} if it is missing or unreadable."""
     try:
         found = read_json(path)
     except (OSError, ValueError):

@@ -270,7 +270,7 @@ class KeptRollouts:
                     self._usable[group.key] = group, at
         lasting = tuple((group, at) for group, at in file.groups if at <= step)
         if found and len(lasting) < len(file.groups):
-            # A later attempt, which has made those steps anew, would take the rest for its own.
+            # A later attempt would reuse the rolled-back groups.
             try:
                 write_record(path, KeptFile(file.conditions, lasting))
             except OSError as error:

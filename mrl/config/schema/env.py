@@ -172,7 +172,7 @@ class NemoGymConfig:
 
     @property
     def judged(self) -> frozenset[str]:
-        """Servers that mrl has graders for, of which the config asks what these do not do: that a model judges."""
+        """Servers that mrl has graders for, and that the config sets to use an LLM judge."""
         found: set[str] = set()
         for instance in self.servers.values():
             for name, options in (

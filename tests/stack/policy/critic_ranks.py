@@ -92,17 +92,17 @@ def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray
 
 def step(policy: PolicyRank, critic: PolicyRank, found: Steps, *, trains_policy: bool = True) -> None:
     """One step of PPO; adds what it gave to `found`."""
-    from mrl.policy import beside
+    from mrl.policy import other_models
 
     critic.enter("value")
     critic.set_batch(rows_of(critic))
-    values = of_all_ranks(beside.compute_values(critic))
+    values = of_all_ranks(other_models.compute_values(critic))
     policy.enter("logprob")
     policy.set_batch(rows_of(policy))
     policy.compute_old_logprobs()
-    returns = of_all_ranks(beside.compute_advantages(policy, values))
+    returns = of_all_ranks(other_models.compute_advantages(policy, values))
     critic.enter("train_value")
-    beside.set_returns(critic, returns)
+    other_models.set_returns(critic, returns)
     num_passes = policy._config.num_passes
     found.critic += [critic.train_step() for _ in range(num_passes)]
     if trains_policy:

@@ -150,7 +150,7 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from mrl.policy.beside import teach
+    from mrl.policy.other_models import teach
 
     every, names, taught = range(policy_ranks.NUM_SEQUENCES), list(config.teachers), dict[int, TeacherTokens]()
     with policy_ranks.open_models(rank, [(name, config) for name in (*names, "policy")]) as (*teachers, student):

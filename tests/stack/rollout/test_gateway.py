@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mrl.config.load import load_config
-from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
+from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent
 from mrl.types import Prompt, Rollout, SamplingParams, hashed_seed
 from tests.rollouts import StartEngine, request, run
 from tests.stack.loop.conftest import write_inputs
@@ -99,7 +99,7 @@ def test_a_turn_has_the_logprobs_of_a_rollout(engine: Engine, running: Running, 
     assert rollout.token_ids.tolist() == list(ids) and rollout.generator_logprobs.tolist() == list(logprobs)
 
 
-def stepped(engine: Engine, futures: list[Future[Ran]]) -> list[Ran]:
+def stepped(engine: Engine, futures: list[Future[AgentResult]]) -> list[AgentResult]:
     """Results of the futures, while this thread steps the engine."""
     while not all(future.done() for future in futures):
         if engine.callers.are_waiting:

@@ -24,7 +24,7 @@ from mrl.config.own import AGENT, find_fitting
 from mrl.rollout import agents as agents_module
 from mrl.rollout import http_gate
 from mrl.rollout import remote as remote_module
-from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, judged
+from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent, judged
 from mrl.rollout.remote import RemoteAgent
 from mrl.types import Prompt
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
@@ -67,8 +67,8 @@ def task(does: str, index: int = 0, *, env_name: str = "echo", **row: object) ->
     return AgentTask(prompt, index, 0, seed=5, sampling=SAMPLING, weight_version=3)
 
 
-def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[Ran]:
-    async def all_of_them() -> list[Ran]:
+def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[AgentResult]:
+    async def all_of_them() -> list[AgentResult]:
         return await asyncio.gather(*map(runner.run, tasks))
 
     return running.run(all_of_them())

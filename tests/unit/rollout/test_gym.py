@@ -16,7 +16,7 @@ import pytest
 from mrl.rollout import agents as agents_module
 from mrl.rollout import gym as gym_module
 from mrl.rollout.agent_session import AgentSession
-from mrl.rollout.agents import AgentRunner, AgentTask, Ran
+from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask
 from mrl.rollout.gym import GymServers, gym_row, reply_of
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentUnreached
@@ -80,8 +80,8 @@ def task(
     return AgentTask(prompt, index, 0, seed=5, sampling=sampling, weight_version=3)
 
 
-def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[Ran]:
-    async def all_of_them() -> list[Ran]:
+def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[AgentResult]:
+    async def all_of_them() -> list[AgentResult]:
         return await asyncio.gather(*map(runner.run, tasks))
 
     return running.run(all_of_them())
