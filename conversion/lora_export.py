@@ -59,7 +59,7 @@ def find_adapters(paths: CheckpointPaths, folder: TorchDistFolder) -> Checkpoint
 
 
 class MergedTensors:
-    """The canonical tensors of a checkpoint with its adapters merged: what engines sampled from."""
+    """The canonical tensors of a checkpoint with merged adapters: engines sampled from these."""
 
     def __init__(self, tensors: CanonicalTensors, adapters: CheckpointAdapters) -> None:
         """Merges lazily; `tensors` are weights and factors."""

@@ -65,7 +65,7 @@ class _Cuts(NamedTuple):
 
 
 def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
-    """Splits a copy into parts, several of which fit one buffer."""
+    """Splits a copy into parts, so small that several fit one buffer."""
     max_bytes = max(ALIGNMENT, buffer_bytes // _BOXES_PER_BUFFER // ALIGNMENT * ALIGNMENT)
     if copy.num_bytes <= max_bytes:
         return [copy]

@@ -25,7 +25,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class BoxSource(Protocol):
-    """Tensors by name, of which boxes can be read."""
+    """Tensors by name; any box of one can be read."""
 
     def shape(self, name: str, /) -> tuple[int, ...]:
         """Shape of a tensor."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mrl COMMAND ...`: runs what `python -m mrl.COMMAND ...` runs."""
+"""`mrl COMMAND ...`: short for `python -m mrl.COMMAND ...`."""
 
 from __future__ import annotations
 

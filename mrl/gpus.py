@@ -76,7 +76,7 @@ def _num_visible(num_gpus: int) -> int:
 
 
 def _run_smi(*arguments: str) -> tuple[int, str]:
-    """Exit code of nvidia-smi, and what it wrote; ValueError: it hangs.
+    """Exit code and output of nvidia-smi. ValueError: it hangs.
 
     It is then left behind, because a process that hangs in the driver may survive SIGKILL.
     """

@@ -76,7 +76,7 @@ class Listener:
         threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
 
     def hold(self, ending: str) -> None:
-        """Leaves the next signal to the run, which sees it in `first`; `ending` describes what the run then does."""
+        """Leaves the next signal to the run, which sees it in `first`; `ending` describes its reaction."""
         with self._lock:
             self._ending = ending
 

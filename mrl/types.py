@@ -429,7 +429,7 @@ class TeacherTokens:
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """A rollout with what the loss needs of it."""
+    """A rollout with the values that its loss needs."""
 
     rollout: RolloutInfo
     advantage: float

@@ -116,7 +116,7 @@ def layer_pattern(hf_config: HfConfig) -> str:
 
 
 def mtp_pattern(hf_config: HfConfig) -> str:
-    """One letter per layer of all MTP steps, each of which predicts one token further; "" without MTP."""
+    """One letter per layer of all MTP steps, each predicting one token further; "" without MTP."""
     num_steps = hf_config.get("num_nextn_predict_layers") or 0
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
         raise ValueError(f"config.json: num_nextn_predict_layers={num_steps!r} must be an integer from 0 on")

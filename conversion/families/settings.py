@@ -56,7 +56,7 @@ def refuse_unread(
 
 
 def ignore(hf_config: HfConfig, *keys: str) -> None:
-    """Notes that a family knows these keys, whatever their values: they are about what this model does not have."""
+    """Notes keys that a family knows and ignores: they describe parts that this model lacks."""
     for key in keys:
         hf_config.get(key)
 

@@ -133,7 +133,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
         return self._size
 
     def record(self) -> FileRecord:
-        """Size and checksums of what was written."""
+        """Size and checksums of the written bytes."""
         return FileRecord(self._size, *self._checksums.values())
 
 

@@ -210,7 +210,7 @@ def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: 
 
 
 def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]:
-    """`loss_fn.token_loss`, called as the losses above; a ValueError says that it does not return what they do."""
+    """Calls `loss_fn.token_loss` as the losses above. ValueError: it returns something else."""
     function = own.find_fitting(path, own.LOSS)
 
     def token_loss(

@@ -119,7 +119,7 @@ def is_lone(group: RolloutGroup) -> bool:
 
 
 def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> list[RolloutGroup]:
-    """The groups, of which those of `agents` that are lone are masked."""
+    """Masks groups of `agents` with one reward."""
     kept: list[RolloutGroup] = []
     for group in groups:
         masked = tuple(replace(v, is_valid=False, status="error", reason=v.reason or LONE) for v in group.verdicts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of the same tokens by trainer and engine: what both compute of equal weights."""
+"""Compares the logprobs of trainer and engine for the same tokens and weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries what a run's processes write from the local disk to the run folder, so that none waits for its file system.
+"""Carries files of a run's processes from the local disk to the run folder, so that none waits for its file system.
 
 A process writes to a file of `outbox`, and a link next to it says where that belongs. The carrier is a child of the
 run's reaper: it outlives driver and actors, so that their last words arrive, and it removes the folder of the run.
@@ -46,7 +46,7 @@ class Carrier:
         self._failed: set[str] = set()
 
     def carry(self) -> None:
-        """Carries what was written since the last call. What cannot be written now is tried again by the next call."""
+        """Carries the bytes written since the last call; the next call tries again those that fail."""
         for link in self._outbox.glob(f"*{LINK_SUFFIX}"):
             name, target = link.name.removesuffix(LINK_SUFFIX), os.readlink(link)
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's daemons: what they need of a host before they start, in one table, and what they said before they died."""
+"""Ray's daemons: a table of their needs of a host, and their last words."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LISTEN_S = 1.0
 
 
 class EngineLine:
-    """For a gateway's event loop. `client` names its process: engines drop what one that died has asked."""
+    """For a gateway's event loop. `client` names its process: engines drop the questions of a dead one."""
 
     def __init__(self, index: int, handle: ActorHandle[EngineActor], client: Client) -> None:
         self.handle = handle
@@ -59,7 +59,7 @@ class EngineLine:
         self._sending = self._sending or asyncio.ensure_future(self._send())
 
     async def _send(self) -> None:
-        """Hands over what waits, call by call, so that a question comes before its withdrawal."""
+        """Sends waiting questions and withdrawals, call by call: a question comes before its withdrawal."""
         while self._unsent or self._withdrawn:
             (unsent, self._unsent), (withdrawn, self._withdrawn) = (self._unsent, []), (self._withdrawn, [])
             call = self.handle.ask.options(concurrency_group=CALLERS).remote(self._client, unsent, withdrawn)

@@ -114,7 +114,7 @@ class EngineActor:
         return self.engine.can_sample, self.engine.weight_version
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
-        """Queues requests, steps the engine up to `budget_s`; what finished: metadata, packed payload (same order)."""
+        """Queues requests, steps the engine up to `budget_s`; finished metadata and packed payloads, in one order."""
         return self._thread.do(lambda: self._poll(requests, budget_s))
 
     def _poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:

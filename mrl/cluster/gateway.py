@@ -397,7 +397,7 @@ class GatewayGroup(Actors[GatewayActor]):
 
 
 def altered_text(agent: str, name: str, config: RunConfig) -> str:
-    """Says what an entry of `AgentSession.altered` means, and what to do."""
+    """Explains an entry of `AgentSession.altered`, with the way out."""
     kind, _, part = name.partition("_")
     if kind == "overridden":
         return f"Agent {agent} asks for a {part} of its own; the run's is used, so that trained tokens are its policy's"

@@ -130,7 +130,7 @@ def kill_processes(folder: str) -> int:
 
 
 def reap(folder: str) -> None:
-    """Kills what is left of the run."""
+    """Kills the run's remaining processes."""
     time.sleep(GRACE_S)
     num_quiet, end = 0, time.monotonic() + SWEEP_LIMIT_S
     while time.monotonic() < end:

@@ -25,7 +25,7 @@ LOOK_S, PULL_S = 0.25, 60.0
 
 @dataclass(frozen=True)
 class Packed:
-    """Items as bytes, of which a receiver restores those that it needs: Ray would restore every small array of all."""
+    """Items as bytes; a receiver restores only those it needs, while Ray would restore all arrays."""
 
     content: np.ndarray
     """uint8, item after item. An array, so that receivers on a node read one copy of it in Ray's store."""

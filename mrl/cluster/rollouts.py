@@ -178,7 +178,7 @@ class RolloutCollector:
     async def _agent_rollout(
         self, gateways: GatewayGroup, group: RolloutGroup, index: int, sampling: SamplingParams
     ) -> None:
-        """Runs an agent on the row in a gateway session, which keeps what it sampled until a rank trains on it."""
+        """Runs an agent on the row in a gateway session, which keeps its samples until a rank trains on them."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateways.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:

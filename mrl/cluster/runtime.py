@@ -192,7 +192,7 @@ def end_ray() -> None:
 
 
 def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ends Ray and all processes of the run. What cannot be ended is named, and does not change how the run ends."""
+    """Ends Ray and all processes of the run; only logs those that do not end."""
     # While Ray shuts down. It would wait a second for each of its daemons, which block the signal by which it asks them
     # to end.
     assert reaper.stdin is not None

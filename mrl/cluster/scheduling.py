@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of scheduling, without Ray: what each slot carries, and what a death leads to.
+"""Scheduling decisions, without Ray: the load of each slot, and the restarts after a death.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same
 number. Colocated engines share those slots. Then come the slots of teachers with nodes of their own, and of dedicated

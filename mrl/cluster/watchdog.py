@@ -258,7 +258,7 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def look(self, now: float, readings: Collection[ProcessReading]) -> None:
-        """Takes the readings of a moment, and acts on what they say."""
+        """Judges the readings of a moment, and acts on the finding."""
         finding = self._judge.see(now, list(readings), list(hangs.waits))
         folder_silent_s = now - self._answered_at
         is_frozen = folder_silent_s >= self._notice_s

@@ -86,7 +86,7 @@ class Heard:
     """Conversations beyond the limit."""
 
     def note(self, messages: Sequence[object]) -> None:
-        """Adds a conversation, or what a known one has more than before: at least one message not of the model.
+        """Adds a conversation, or the new messages of a known one: at least one not of the model.
 
         A client may send the model's answers back without their thoughts, so they are not compared. Another try at an
         answer, or another beginning, is a conversation of its own.
@@ -124,7 +124,7 @@ def _is_assistants(message: object) -> bool:
 
 
 def read_conversations(value: object, max_characters: int) -> tuple[tuple[Said, ...], ...]:
-    """The conversations in a file's JSON, whoever wrote it."""
+    """The conversations in a file's JSON, in any known format."""
     lists = [one for one in value if isinstance(one, list)] if isinstance(value, list) else []
     found = [
         [said_by(str(said.get("role")), str(said.get("content"))) for said in messages if isinstance(said, Mapping)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorts settings by what the schema and NeMo RL's dialect know, and translates them into the words of the schema."""
+"""Sorts settings into known and unknown ones, and translates NeMo RL's into the words of the schema."""
 
 from __future__ import annotations
 

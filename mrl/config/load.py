@@ -164,7 +164,7 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
 
 
 def _serving_agents(config: RunConfig) -> RunConfig:
-    """The config with what agents need of the engines, unless it says otherwise."""
+    """Adds the engine settings that agents need, where the config leaves them open."""
     for key in FOR_AGENTS:
         with suppress(NotKnown):
             if value_at(config, key) is None:

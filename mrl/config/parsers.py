@@ -93,7 +93,7 @@ def served_text(config: RunConfig) -> str | None:
 
 
 def readers(template: str, marks: tuple[tuple[str, tuple[str, ...]], ...]) -> tuple[str, ...]:
-    """vLLM's names of the parsers that read what `template` writes; empty if no mark says it."""
+    """vLLM's names of the parsers for `template`; empty if no mark identifies one."""
     return next((names for mark, names in marks if re.search(mark, template)), ())
 
 
@@ -118,7 +118,7 @@ def tool_parser_of(config: RunConfig) -> str | None:
 
 
 def check_formats(config: RunConfig, problems: Problems) -> None:
-    """Checks that the parsers of tool calls and thoughts read what the chat template writes."""
+    """Checks that the parsers of tool calls and thoughts fit the chat template."""
     vllm = config.policy.generation.vllm_cfg
     chat, template = vllm.http_server_serving_chat_kwargs, None
     if vllm.expose_http_server:

@@ -291,7 +291,7 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 
 
 class SafeConsole:
-    """An output stream that controls no terminal, whoever writes to it: argparse, print, loggers, libraries.
+    """An output stream without terminal controls, for all writers: argparse, print, loggers, libraries.
 
     A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line.
     """

@@ -63,7 +63,7 @@ class Own:
 def read_teachers(
     config: RunConfig, settings: Settings, secrets: set[str], run: Translated, known: Collection[Problem]
 ) -> tuple[RunConfig, list[Problem]]:
-    """The config with its teachers, and what is wrong with them.
+    """The config with its teachers, and their problems.
 
     `run` has the translated settings of all but teachers, `known` the problems of these.
     """

@@ -48,7 +48,7 @@ _MESSAGES = {
 
 
 def keep_texts(settings: Settings) -> None:
-    """Gives text keys what is written, not the number or truth value that YAML makes of it: 0123, 12:30, 1e5, off."""
+    """Keeps the written text of text keys that YAML reads as number or truth value: 0123, 12:30, 1e5, off."""
     for key, setting in settings.items():
         if (value := as_written(setting, key)) != setting.value or type(value) is not type(setting.value):
             settings[key] = replace(setting, value=value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of what rows say beside roles, contents, questions and answers, as others read it, and mrl's use of each.
+"""Further fields of rows, beside roles, contents, questions and answers: others' meaning, and mrl's use of each.
 
 Other trainers: TRL, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl, NeMo RL and NeMo, unsloth, OpenAI's fine-tuning,
 prime-rl, NeMo Gym. All else in a row is for its environment, and all else in a message for the chat template.
@@ -111,7 +111,7 @@ def _object(value: object, name: str) -> Fields:
 
 
 def check_request(request: Fields, generation: GenerationConfig) -> None:
-    """Raises RowError if a request to the Responses API, which mrl answers itself, asks for what it would not get."""
+    """Raises RowError if a request to the Responses API, which mrl answers itself, asks for an unsupported feature."""
     metadata = request.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise RowError("metadata of the request must be an object")

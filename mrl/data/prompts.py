@@ -231,7 +231,7 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name:
 
 
 def _check_columns(path: str, row: ParsedRow) -> None:
-    """Raises RowError if a reward function takes what is neither a value of mrl nor a column of the row."""
+    """Raises RowError if a reward function has a parameter that is neither a value of mrl nor a column of the row."""
     if missing := missing_columns(path, row.rest, has_answer=bool(row.answer)):
         raise RowError(
             f"{path} takes {', '.join(missing)}, and the row has no such "

@@ -218,7 +218,7 @@ class Names:
 def read_split(
     data: DataConfig, reader_of: Callable[[str, DatasetConfig], Reader[Value]], finish: Callable[[str, Value], Example]
 ) -> tuple[Rows[Example], Rows[Example], list[LeftOut]]:
-    """Training rows, validation rows, and what was left out of each data set of `data`.
+    """Training rows, validation rows, and the skipped rows of each data set of `data`.
 
     `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for
     it. Validation rows that are held out of the training rows come first.
@@ -256,7 +256,7 @@ def read_split(
 def read_rows(
     reader: Reader[Value], data: DataConfig, names: Names, spool: Spool[Value], finish: Callable[[str, Value], Example]
 ) -> tuple[Rows[Example], LeftOut]:
-    """The rows of one data set, and what was left out of it. Fills `names` and `spool`."""
+    """The rows of one data set, and its skipped rows. Fills `names` and `spool`."""
     ids, positions, left_out = sort_out(reader, names, spool)
     refused, said = complaints(left_out, name := f"{reader.setting}.data_path={reader.source}", data)
     if refused:
@@ -434,7 +434,7 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
 
 
 def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:
-    """Writes what was left out into `folder`, if anything was."""
+    """Writes skipped rows into `folder`, if there are any."""
     counts = {}
     for left_out in data_sets:
         if not (left_out.bad or left_out.without_environment or left_out.too_long or left_out.num_repeated):

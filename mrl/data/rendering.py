@@ -169,7 +169,7 @@ def _wrapped(function: Fields) -> Fields:
 
 
 def lost_part(conversation: Conversation, text: str, *, names_tools: bool = False) -> str | None:
-    """Describes what a rendered text lacks of its conversation; None if all is there, white space aside."""
+    """Describes parts of a conversation that its rendered text lacks; None if all are there, white space aside."""
     for _, what, arguments in _calls(conversation.messages):
         if isinstance(arguments, str):
             is_lost = arguments not in text

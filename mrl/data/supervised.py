@@ -217,7 +217,7 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
 
 @lru_cache(maxsize=8)
 def _tail_of_turns(tokenizer: PreTrainedTokenizerBase, template: str, template_kwargs: str) -> str:
-    """Text that the chat template writes behind an answer, whoever speaks next, without white space around it."""
+    """Text that the chat template writes behind every answer, without white space around it."""
     asked: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
     try:
         return (

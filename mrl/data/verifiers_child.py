@@ -164,7 +164,7 @@ def is_there(module: str) -> bool:
 
 
 def load(spec: Mapping[str, Any]) -> Classic | Tasks:
-    """The environment; refuses what is missing by name."""
+    """Loads the environment; an error names a missing part."""
     if not is_there("verifiers"):
         rule = f"{sys.executable} has no verifiers"
         refuse(rule, f"python3 -m venv DIR && DIR/bin/pip install {WITH_TASKS} uv, and give DIR/bin/python")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a run of a config needs from this machine: model folders, data, disks, GPUs."""
+"""Checks this machine for a run's inputs: model folders, data, disks, GPUs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Wanted:
 
 
 def read_wanted() -> Wanted:
-    """Reads what this mrl wants from its checkout, else from its installation."""
+    """Reads the required versions from this mrl's checkout, else from its installation."""
     root = Path(mrl.__file__).parent.parent
     project_file = root / "pyproject.toml"
     pins_folder = root if project_file.is_file() else Path(mrl.__file__).parent

@@ -120,7 +120,7 @@ class Child:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> int | None:
-        """Kills the child and what it started in its session, and returns the exit code (negative: a signal)."""
+        """Kills the child and its session, and returns the exit code (negative: a signal)."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -187,7 +187,7 @@ Action = int | tuple[Check, ...]
 
 
 class Unconfined(Exception):
-    """The host cannot confine a process; the message says what it lacks."""
+    """The host cannot confine a process; the message names the missing feature."""
 
 
 def confine_program(readable: Iterable[str], folder: str) -> None:

@@ -77,7 +77,7 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
 
 
 def inspect_all(rollouts: Sequence[Rollout], decode: Decode, rules: Rules) -> Remarks:
-    """The penalties and flaws of a rollout of several sequences, of which the first has its last answer."""
+    """Penalties and flaws of a rollout of several sequences; the first has its last answer."""
     found = [inspect(rollout, decode, rules) for rollout in rollouts]
     further = [name for one in found[1:] for name in one.penalties if name != "empty_final_answer"]
     flaws = tuple(replace(flaw, sequence=place) for place, one in enumerate(found) for flaw in one.flaws)

@@ -271,7 +271,7 @@ class Run(Generic[S_co]):
             )
 
     def report_start(self) -> None:
-        """Logs what each phase of the start took, and adds it to the next metrics; nothing from the second step on."""
+        """Logs the seconds of each phase of the start and adds them to the next metrics, before the first step."""
         startup.lap("first_rollouts")
         if laps := startup.take():
             for line in startup.lines(laps):

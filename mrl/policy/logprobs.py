@@ -123,7 +123,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """Columns of this rank in a row's logits, of which float32 copies are made for `chunk_tokens` rows at a time."""
+    """This rank's columns of a row's logits, copied to float32 for `chunk_tokens` rows at a time."""
 
     inputs: Tensor
     """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""

@@ -53,7 +53,7 @@ def compute_advantages(policy: PolicyRank, values: list[dict[int, np.ndarray]]) 
 
 
 def set_returns(critic: PolicyRank, returns: list[dict[int, np.ndarray]]) -> None:
-    """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
+    """Sets the critic's targets by sequence; tokens whose target is NaN do not count."""
     critic.make_current()
     for batch, found in zip(critic.batches(), returns, strict=True):
         batch.take_returns(found)

@@ -428,7 +428,7 @@ class PolicyRank:
             return evaluate(self._chunks, batch.rows, self._objective(batch))
 
     def start_profile(self) -> None:
-        """Records what this rank does until `stop_profile`. Not collective."""
+        """Profiles this rank until `stop_profile`. Not collective."""
         self._profiler.start()
 
     def stop_profile(self, folder: Path, step: int) -> str:

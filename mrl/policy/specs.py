@@ -154,7 +154,7 @@ class DuplicatedLinear(MegatronModule):
         """None: Transformer Engine's layer insists on the key in a checkpoint."""
 
     def set_extra_state(self, state: object) -> None:
-        """Ignores what Transformer Engine's layer has written."""
+        """Ignores the state of Transformer Engine's layer."""
 
 
 class PackedCoreAttention(MegatronModule):

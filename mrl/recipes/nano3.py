@@ -270,7 +270,7 @@ def write_rows(blend: Path, problems: Mapping[str, Mapping[int, Problem]], path:
 
 
 def _keep_whole_lines(file: IO[bytes]) -> int:
-    """Cuts off what follows the last line end of a file, and returns its number of lines."""
+    """Cuts off a file's unfinished last line, and returns its number of lines."""
     num_lines = end = position = 0
     file.seek(0)
     while block := file.read(1 << 20):

@@ -90,7 +90,7 @@ class BoxSums:
     """`word_sum` of values that stay on one GPU, by a kernel per kind of box and tables that stay on the device."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
-        """Values of which `is_summable` holds, on one device."""
+        """Values that are `is_summable`, on one device."""
         self._kept = list(values)
         self._device = values[0].device
         num_blocks = [triton.cdiv(value.nbytes, 4 * BLOCK_WORDS) for value in values]

@@ -157,7 +157,7 @@ class PlainExperts(CPUUnquantizedExperts):
         return activation in PlainExperts.ACTIVATIONS
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs nothing, so that the parameters stay what a refit writes."""
+        """Packs nothing: parameters stay as a refit writes them."""
 
     def apply(
         self,

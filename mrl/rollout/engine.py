@@ -174,7 +174,7 @@ class Engine:
         return finished
 
     def _advance(self, weight_version: int) -> None:
-        """Lets vLLM make a step, and keeps what it finishes for `step`."""
+        """Runs one vLLM step, and keeps finished rollouts for `step`."""
         answers = []
         for answer in self.llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
@@ -206,7 +206,7 @@ class Engine:
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drops requests and what they have sampled. Ids that steps have returned are ignored."""
+        """Drops requests and their samples. Ignores ids that steps have returned."""
         self.settle()
         self._finished = [rollout for rollout in self._finished if rollout.request.request_id not in request_ids]
         self.llm.abort_request([request_id for request_id in request_ids if self._unfinished.pop(request_id, None)])
@@ -266,7 +266,7 @@ class Engine:
         return answers
 
     def serve(self, version: int) -> None:
-        """Completes a refit, and takes the KV cache for what is sampled from here on."""
+        """Completes a refit, and takes the KV cache for the next samples."""
         self.set_weight_version(version)
         self.enter("generate")
 

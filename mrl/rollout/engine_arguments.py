@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's arguments for an engine, from the configuration and what mrl decides itself."""
+"""vLLM's arguments for an engine, from the configuration and mrl's own choices."""
 
 from __future__ import annotations
 

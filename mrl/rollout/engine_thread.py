@@ -36,7 +36,7 @@ class EngineThread:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def do(self, function: Callable[[], T]) -> T:
-        """Runs `function` in the thread after what was asked before; returns its result, or raises its error."""
+        """Runs `function` in the thread, after earlier calls; returns its result, or raises its error."""
         outcome = Future[T]()
 
         def task() -> None:

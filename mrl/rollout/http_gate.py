@@ -286,7 +286,7 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
             messages: list[Message] = [{"type": "http.request", "body": outcome, "more_body": False}]
 
             async def replayed() -> Message:
-                """The whole body, then what follows it: that the client has gone."""
+                """The whole body, then the message that the client has gone."""
                 return messages.pop() if messages else await receive()
 
             await app(scope, replayed, send)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receipts of answers to agents without a session: finds what was sampled by its tokens. Needs neither vLLM nor HTTP.
+"""Receipts of answers to agents without a session: finds a sample by its tokens. Needs neither vLLM nor HTTP.
 
 NeMo Gym's `/run` cannot pass a session on. Its servers ask the gateway, and the rollout that comes back says prompt and
 answer of every turn in token ids. Those with a receipt were sampled here; all else is not trained.

@@ -64,7 +64,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 @dataclass
 class _Asking:
-    """A request under way: how engines are asked, and what they have answered so far."""
+    """A request under way: its questions to engines, and the answers so far."""
 
     ask: Ask
     in_session: bool

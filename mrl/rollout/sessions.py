@@ -81,7 +81,7 @@ def num_messages_to_answer(messages: Sequence[Message]) -> int:
 def continued(
     sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]
 ) -> list[int]:
-    """The tokens of a conversation that goes on: those sampled, and what the chat template writes behind them.
+    """The tokens of a conversation that goes on: the sampled ones, and the chat template's behind them.
 
     `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the
     template writes them, and `whole_ids` all messages. Template and model may differ in how they cut a text into

@@ -232,7 +232,7 @@ class CheckpointStore:
         return value if value is not None and math.isfinite(value) else None
 
     def _prune(self, newest_step: float = math.inf) -> None:
-        """Removes what the settings do not keep of the whole checkpoints up to the one that has just been published."""
+        """Removes whole checkpoints that the settings do not keep, up to the one just published."""
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
             value = self._value(checkpoint.state())

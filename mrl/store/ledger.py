@@ -189,7 +189,7 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event."""
+        """Writes events that the full disk refused. OSError: it is still full, and the file ends with a whole event."""
         with self._lock:
             if self._unwritten:
                 within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)

@@ -117,7 +117,7 @@ def find_mark(folder: Path) -> Mark | None:
 
 
 def unreadable(folder: Path, error: PermissionError) -> ValueError:
-    """Refuses a checkpoint of which this user may not read a part."""
+    """Refuses a checkpoint with a part that this user may not read."""
     way_out = f"start as its user, or let this one read it: chmod -R u+rwX {folder}"
     return ValueError(f"{folder} may be whole, and this user may not read it: {error}; {way_out}")
 

@@ -285,7 +285,7 @@ class RunFolder:
             self.ledger.save(replace(mark, run=self.checkpoints.run, step=checkpoint.step))
 
     def sync(self) -> None:
-        """Forces to disk what the run appended and its texts' names, before publishing a checkpoint of these steps."""
+        """Forces the run's appended lines and texts to disk, before a checkpoint of these steps is published."""
         for path in (self.path / METRICS, self.path / SAMPLES, self.log_folder):
             with self._may_fail(path.name):
                 if path.exists():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's dialect: what becomes of its keys here."""
+"""NeMo RL's dialect: how its keys are read here."""

@@ -168,7 +168,7 @@ class Translation:
             )
 
     def differ(self, source: str, setting: Setting, how: str) -> None:
-        """Reports what mrl does in place of what NeMo RL does with `source`."""
+        """Reports that mrl reads `source` differently from NeMo RL, and how."""
         self.different.append((split_key(self.name(source)), setting, how))
 
     def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:

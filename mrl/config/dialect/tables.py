@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's names and keys, read from tables.yaml: what is renamed, translated, without effect, or refused."""
+"""NeMo RL's names and keys, from tables.yaml: renamed, translated, without effect, or refused."""
 
 from __future__ import annotations
 

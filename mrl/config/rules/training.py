@@ -37,7 +37,7 @@ def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Probl
 
 
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
-    """Checks that rows may be trees: what sequences have in common is then computed once."""
+    """Checks that rows may be trees, which compute shared prefixes once."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not policy.share_prefixes:
         return
@@ -236,7 +236,7 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
 
 
 def _check_flex(config: RunConfig, problems: Problems) -> None:
-    """Checks what DeepEP and HybridEP need (Megatron's MoEFlexTokenDispatcher, deep_ep's HybridEPBuffer)."""
+    """Checks the requirements of DeepEP and HybridEP (Megatron's MoEFlexTokenDispatcher, deep_ep's HybridEPBuffer)."""
     megatron, at = problems.section.megatron_cfg, f"{problems.at}megatron_cfg."
     backend, key = f"{at}moe_flex_dispatcher_backend", f"{at}moe_token_dispatcher_type"
     library = "HybridEP" if megatron.uses_hybridep else "DeepEP"

@@ -126,7 +126,7 @@ class DataDefaultConfig(RowsConfig):
 
 @dataclass
 class DatasetConfig(RowsConfig):
-    """One data set. What it leaves out follows `data.default`."""
+    """One data set. Missing keys follow `data.default`."""
 
     dataset_name: str | None = follows("data.default.dataset_name")
     subset: str | None = follows("data.default.subset")

@@ -297,7 +297,7 @@ class MegatronConfig:
 
     @property
     def parallel(self) -> MegatronParallel:
-        """The sizes that say which rank holds what, as the conversion tables take them."""
+        """The parallel sizes, as the conversion tables take them."""
         return MegatronParallel(
             tp=self.tensor_model_parallel_size,
             pp=self.pipeline_model_parallel_size,

@@ -100,7 +100,7 @@ class Loggers:
                 thread.put(lambda sink: sink.log_samples(samples=short, step=step))
 
     def close(self) -> None:
-        """Sends what is queued, and ends all loggers within `CLOSE_TIMEOUT_S`."""
+        """Sends queued records, and ends all loggers within `CLOSE_TIMEOUT_S`."""
         for thread in self._threads:
             thread.hang_up()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S

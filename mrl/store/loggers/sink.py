@@ -92,7 +92,7 @@ class Sink(Protocol):
         """Records validation rollouts as text."""
 
     def close(self) -> None:
-        """Sends what is left and ends the run at the service."""
+        """Sends the remaining records and ends the run at the service."""
 
 
 def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -58,7 +58,7 @@ class SinkThread:
         self._warn("it does not keep up")
 
     def hang_up(self) -> None:
-        """Announces the end: the thread hands over what is queued, closes the sink and ends."""
+        """Announces the end: the thread sends queued records, closes the sink and ends."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
