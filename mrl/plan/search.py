@@ -207,7 +207,7 @@ def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> It
 
 
 def _unlikely(config: RunConfig, values: dict[str, object], sizes: ModelSizes) -> str | None:
-    """Why a legal layout of the trainer is skipped; None for the configured one and any that is kept."""
+    """Reason to skip a legal layout of the trainer; None for the configured one and any that is kept."""
     if all(value_at(config, KEYS[name]) == value for name, value in values.items()):
         return None
     ep, cp = values["ep"], values["cp"]
