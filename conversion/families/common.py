@@ -140,6 +140,7 @@ EngineDtypes = tuple[tuple[str, str], ...]
 """Name and dtype of tensors in the live model of an engine worker."""
 
 _CASTABLE = ("float64", "float32", "bfloat16", "float16")
+_VLLM_LAYERS = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,10 @@ class Family:
     ("num_steps")."""
     model_class: Literal["mamba", "gpt"]
     """MambaModel or GPTModel."""
-    vllm_layers: str | None
-    """Prefix of the layers in vLLM's names, with "{layer}"; None for a model that vLLM gets no layout of."""
     has_ends_everywhere: bool = False
     """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them
     or not.
     """
-    can_train: bool = True
     stated: tuple[tuple[str, object], ...] = ()
     """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
     vllm_reads_stacked_experts: bool = True
@@ -356,11 +354,6 @@ def _megatron_layout(
 def _vllm_layout(
     family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes
 ) -> Layout:
-    if family.vllm_layers is None:
-        raise ValueError(
-            f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no "
-            "vLLM layout"
-        )
     group, of_group = divmod(worker, parallel.tp)
     stage = group if parallel.pp > 1 else 0
     dense = AxisRank(parallel.tp, of_group, "vllm_cfg.tensor_parallel_size")
@@ -385,7 +378,7 @@ def _vllm_layout(
         if not rule.vllm:
             continue
         cutout = cut.vllm(placement, experts) if isinstance(cut, Experts) else cut.vllm(shard)
-        name = _name(family.vllm_layers, layer, rule.vllm)
+        name = _name(_VLLM_LAYERS, layer, rule.vllm)
         layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))
     return layout
 

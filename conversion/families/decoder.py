@@ -257,7 +257,6 @@ def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
         model,
         lambda hf_config: megatron_arguments(read(hf_config)),
         model_class="gpt",
-        vllm_layers="model.layers.{layer}.",
     )
 
 

@@ -123,7 +123,6 @@ FAMILY = Family(
     model,
     megatron_arguments,
     model_class="gpt",
-    vllm_layers="model.layers.{layer}.",
     stated=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
     vllm_reads_stacked_experts=False,
     leaves_out_mtp=True,

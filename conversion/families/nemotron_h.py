@@ -368,6 +368,4 @@ def _is_unlimited(limit: object) -> bool:
     return low == 0 and (high in (math.inf, "Infinity") or high == {"__float__": "Infinity"})
 
 
-FAMILY = Family(
-    model, megatron_arguments, model_class="mamba", vllm_layers="model.layers.{layer}.", has_ends_everywhere=True
-)
+FAMILY = Family(model, megatron_arguments, model_class="mamba", has_ends_everywhere=True)

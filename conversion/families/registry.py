@@ -96,7 +96,7 @@ def _checked(model_type: str, found: Family) -> Family:
     """The family with transformers' values for keys that config.json lacks, and without keys that only others read."""
     known = known_keys()
     keys = known[model_type]
-    off = keys["off"] if found.vllm_layers is None else {**known["engine"], **keys["off"]}
+    off = {**known["engine"], **keys["off"]}
 
     @functools.lru_cache(maxsize=16)
     def check(config_key: str) -> None:

@@ -76,7 +76,7 @@ def applied(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
 
 CASES: list[tuple[str, Patterns]] = [
-    *((name, ()) for name, found in FAMILIES.items() if found.can_train),
+    *((name, ()) for name in FAMILIES),
     ("nemotron_h", ("linear_fc1",)),
     ("nemotron_h", ("linear_fc2",)),
     ("nemotron_h", ("decoder.layers.1.mlp.experts.linear_fc1", "decoder.layers.4.*", "linear_qkv")),

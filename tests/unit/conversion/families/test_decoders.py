@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -407,12 +406,6 @@ def test_windows_that_are_switched_off_or_longer_than_the_model_are_no_windows()
         tiny("mixtral", sliding_window=4096),
     ):
         assert family(hf_config).canonical(hf_config)
-
-
-def test_a_model_that_is_converted_only_has_no_engine():
-    found = replace(FAMILIES["llama"], vllm_layers=None)
-    with pytest.raises(ValueError, match="model_type='llama' is converted only; it has no vLLM layout"):
-        found.vllm_layout(tiny("llama"), VllmParallel(), 0, "float32")
 
 
 def test_latent_attention_is_cut_by_heads():
