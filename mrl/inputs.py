@@ -279,7 +279,7 @@ def _spread(files: Sequence[Path]) -> list[Path]:
 
 def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
     """The rows whose expected answer no reply can match, by their environments: training masks their rollouts."""
-    from mrl.envs.parsers import parsers_of
+    from mrl.envs.scorer import parsers_of
     from mrl.envs.task import Task
 
     look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()

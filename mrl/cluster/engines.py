@@ -36,8 +36,7 @@ from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.rollout.callers import Answered, Client, RemoteCallers, Sent
-from mrl.rollout.engine_thread import EngineThread
+from mrl.rollout.callers import Answered, Client, EngineThread, RemoteCallers, Sent
 from mrl.types import PayloadRef, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:

@@ -38,10 +38,9 @@ from mrl.config.texts import rounded
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_faults, rules_of
-from mrl.envs.parsers import parsers_of
-from mrl.envs.scorer import RewardPool, Scorer, goes_last, start_environment
+from mrl.envs.scorer import RewardLoad, RewardPool, Scorer, goes_last, parsers_of, start_environment
 from mrl.envs.task import Task
-from mrl.envs.workers import RewardLoad, describe_workers, longest_verdict_s, num_workers, usable_cores
+from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.plan.deadlines import start_deadline
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
 

@@ -2,7 +2,8 @@
 """Reads plain numbers: integers, decimals, fractions, roots and multiples of pi, with units and words around them.
 
 Numbers are exact. A text that leaves something to compute (`12+30`), or says several numbers or none, is no plain
-number. Fractions and roots are read from math-verify's parse of texts that hold nothing else.
+number. Fractions and roots are read from math-verify's parse of texts that hold nothing else. At the end: numbers that
+a text does not claim.
 """
 
 from __future__ import annotations
@@ -411,3 +412,49 @@ def _product(node: Basic, num_signs: int) -> Plain:
     )
     roots = frozenset((prime, power % 1) for prime, power in powers.items() if power % 1)
     return Plain(rational, roots, pi_power, is_final)
+
+
+_NAMED = r"(?:[A-Za-z]\w*\s*=\s*)?"
+# Between a word and the number behind it; between a number and the word behind it.
+_OPEN, _CLOSE = rf"[\s$*_(~]*+(?:\\[(\[]\s*+|\\boxed\{{)?{_NAMED}\$?", r"[\s$*_)%\\\]}]*+"
+_SAID_NUMBER = r"(?:[-+]?[\d.,/]*\d%?|\\[dt]?frac\s*\{\d+\}\{\d+\})"
+_COMPARED = "more|less|fewer|greater|larger|smaller|bigger|higher|lower|other|rather"
+_BEFORE = re.compile(
+    r"(?i)(?:\b(?:not?|never|cannot|neither|nor|maybe|perhaps|possibly|probably|either|at\s+(?:least|most)|up\s+to|"
+    rf"(?:{_COMPARED})\s+than|between\s.{{1,20}}\band|from\s.{{1,20}}\bto|between|whether(?:\s.{{1,30}})?)"
+    r"|n['’]t|[<≤≥≠≮≯±]|&(?:lt|gt|le|ge|ne);|(?<![=>-])>|\\(?:neq?|leq?|geq?|lt|gt|pm|leqslant|geqslant)|\.\.\.|…)"
+    rf"(?:\s+(?:be|equal(?:\s+to)?|exactly|even))?{_OPEN}$"
+)
+_BEHIND = re.compile(
+    rf"(?i){_CLOSE}(?:\b(?:or\s+(?:more|less|fewer|so|above|below|maybe)|at\s+(?:least|most)|"
+    r"is(?:n['’]t|\s+(?:not|wrong|incorrect|false)))\b|±|\+/?-|\\pm|\?)"
+)
+_OR_BEFORE = re.compile(rf"(?i)({_SAID_NUMBER}){_CLOSE}\b(?:or|and/or)\b{_OPEN}$")
+_OR_BEHIND = re.compile(rf"(?i){_CLOSE}\b(?:or|and/or)\b{_OPEN}({_SAID_NUMBER})")
+_ALSO = re.compile(r"(?i)\bor\s+(?:more|less|fewer|above|below)\b")
+_NUMBERS = re.compile(_SAID_NUMBER)
+_NAMES = re.compile(r"[A-Za-z]\w*\s*=|\\[()\[\]]|[\s$*.]")
+# Tags (`</think>`) and tokens of templates (`<|im_end|>`): their `>` compares nothing.
+_MARKS = re.compile(r"</?[A-Za-z][\w-]{0,40}>|<\|[^<>|]{1,40}\|>")
+_JOINTS = re.compile(r"(?i)(?:[,;&()–—]|or|and|to)+")
+
+
+def is_hedged(text: str, start: int, end: int, *, is_stated: bool) -> bool:
+    """True if the number at `start` to `end` is denied, a bound, a guess, or one of several (`41 or 42`).
+
+    A text that is `is_stated` is an answer and nothing else; in others only `or` joins several.
+    """
+    before = _MARKS.sub(" ", text[max(0, start - MAX_CHARACTERS) : start].rpartition("\n")[2])
+    behind = text[end : end + MAX_CHARACTERS].partition("\n")[0]
+    if _BEFORE.search(before) or _BEHIND.match(behind) or _ALSO.search(text[start:end]):
+        return True
+    others = [match[1] for match in (_OR_BEFORE.search(before), _OR_BEHIND.match(behind)) if match is not None]
+    if is_stated and len(text) < MAX_CHARACTERS and _JOINTS.fullmatch(_NAMES.sub("", _NUMBERS.sub("", text))):
+        others += _NUMBERS.findall(text)
+    mine = read_number(text[start:end]) if others else None
+    return any(mine is None or theirs is None or not _same(mine, theirs) for theirs in map(read_number, others))
+
+
+def _same(one: Plain, other: Plain) -> bool:
+    factors = (1, 100, Fraction(1, 100))
+    return any(replace(other, rational=other.rational * factor).same_number(one) for factor in factors)

@@ -18,9 +18,8 @@ from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Basic, Float, Integral, MatrixBase, Number, Product, Sum, Tuple, log
 
 from mrl.envs.math_exact import differ
-from mrl.envs.math_hedges import is_hedged
 from mrl.envs.math_notation import as_set, evened
-from mrl.envs.math_number import Plain, answers, read_number, spelled
+from mrl.envs.math_number import Plain, answers, is_hedged, read_number, spelled
 from mrl.envs.math_size import (
     ANY_EXPECTED,
     BOX,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import time
 from collections import deque
@@ -29,12 +30,13 @@ from mrl.envs import own
 from mrl.envs.child_process import MEMORY_BYTES, START_TIMEOUT_S, Child, ChildDied
 from mrl.envs.confine import landlock_abi
 from mrl.envs.scratch import remove_abandoned
-from mrl.envs.task import MASK_SAMPLE, Environment, Task, encode
-from mrl.envs.workers import MIN_WORKERS, RewardLoad
+from mrl.envs.task import DEFAULT_TOOL_PARSER, MASK_SAMPLE, Environment, Task, encode
+from mrl.envs.workers import MIN_WORKERS
 from mrl.types import LARGEST_REWARD, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
+    from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,31 @@ ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
 """The built-in environments; each module declares its own."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RewardLoad:
+    """Load of the children of environments over some time."""
+
+    longest_queue: int = 0
+    """Most tasks that waited for a child."""
+    num_begun: int = 0
+    """Number of tasks that children have begun."""
+    seconds: float = 0.0
+    """In which a rollout waited for its verdict."""
+    num_judged: int = 0
+    """Rollouts with a verdict that a child began for them."""
+    wait_s: float = 0.0
+    """Seconds that those had waited before, added up."""
+    longest_wait_s: float = 0.0
+
+    def __add__(self, other: RewardLoad) -> RewardLoad:
+        """The load of one actor at two times, or of two actors at once."""
+        queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
+        num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
+        return RewardLoad(
+            queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s
+        )
 
 
 @dataclass(eq=False)
@@ -414,3 +441,16 @@ class Scorer:
         if self._num_unjudged:
             self._load += RewardLoad(seconds=now - self._noted_at)
         self._num_unjudged, self._noted_at = self._num_unjudged + num_more, now
+
+
+def parsers_of(config: RunConfig, env_name: str, row: str, template_kwargs: str = "") -> tuple[bool, str]:
+    """`has_parser` and `tool_parser` of a row's tasks; `template_kwargs` are the row's own.
+
+    Thoughts are graded where NeMo Gym does not grade the row, as in NeMo RL.
+    """
+    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    is_gyms = env_name in BUILT_IN and (config.env.should_use_nemo_gym or '"agent_ref":' in row)
+    # A model that is told not to think writes no mark.
+    values = {**(config.policy.tokenizer.chat_template_kwargs or {}), **json.loads(template_kwargs or "{}")}
+    thinks = values.get("enable_thinking") is not False
+    return is_gyms and thinks and chat.reasoning_parser is not None, chat.tool_parser or DEFAULT_TOOL_PARSER

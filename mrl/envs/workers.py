@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that score each environment's rollouts on one node: number, load, and the deadline of one verdict."""
+"""Children that score each environment's rollouts on one node: their number, and the deadline of one verdict."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from mrl.config.rules.data import NEMO_GYM, environment_names
 from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig, WorkersConfig
@@ -13,31 +12,6 @@ from mrl.envs.code import GRACE_S
 
 # With one worker, all texts would wait for the deadline of a slow one.
 MIN_WORKERS = 2
-
-
-@dataclass(frozen=True)
-class RewardLoad:
-    """Load of the children of environments over some time."""
-
-    longest_queue: int = 0
-    """Most tasks that waited for a child."""
-    num_begun: int = 0
-    """Number of tasks that children have begun."""
-    seconds: float = 0.0
-    """In which a rollout waited for its verdict."""
-    num_judged: int = 0
-    """Rollouts with a verdict that a child began for them."""
-    wait_s: float = 0.0
-    """Seconds that those had waited before, added up."""
-    longest_wait_s: float = 0.0
-
-    def __add__(self, other: RewardLoad) -> RewardLoad:
-        """The load of one actor at two times, or of two actors at once."""
-        queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
-        num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
-        return RewardLoad(
-            queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s
-        )
 
 
 def usable_cores() -> int:

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue of questions to an engine, besides its rollouts. The engine's stepping thread takes and answers them."""
+"""Questions to an engine besides its rollouts, and the one thread that touches the engine: it steps and answers."""
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+from mrl import spans
 
 if TYPE_CHECKING:
     import numpy as np
     from vllm import RequestOutput, SamplingParams
     from vllm.inputs import EngineInput
+
+    from mrl.types import Rollout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -181,3 +193,75 @@ class RemoteCallers:
             while True:
                 found.append(owed.answers.get_nowait())
         return found
+
+
+LOOK_S = 60.0
+"""A call takes as long as it takes: a wait for it begins anew after this long."""
+
+
+class Stepped(Protocol):
+    """An engine: `mrl.rollout.engine.Engine`."""
+
+    callers: Callers
+
+    @property
+    def can_sample(self) -> bool: ...
+    def step(self) -> list[Rollout]: ...
+
+
+class EngineThread:
+    """A thread that lives as long as the process. The engine is built in it, too: a GPU is a thread's choice."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._engine: Stepped | None = None
+        self.finished: list[Rollout] = []
+        """Rollouts that steps for callers have finished; only tasks of `do` may take them."""
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def do(self, function: Callable[[], T]) -> T:
+        """Runs `function` in the thread, after earlier calls; returns its result, or raises its error."""
+        outcome = Future[T]()
+
+        def task() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # whoever asked raises it
+                outcome.set_exception(error)
+
+        self._tasks.put(task)
+        while not wait([outcome], timeout=LOOK_S).done:
+            pass
+        return outcome.result(timeout=0)
+
+    def serve(self, engine: Stepped) -> None:
+        """Steps this engine from now on, between two tasks, while it has callers and can sample."""
+        self._engine = engine
+
+    def wake(self) -> None:
+        """Makes the thread look for questions of callers. Any thread may call it."""
+        self._tasks.put(lambda: None)
+
+    def _run(self) -> None:
+        while True:
+            engine = self._engine
+            is_asked = engine is not None and engine.can_sample and engine.callers.are_waiting
+            try:
+                task = self._tasks.get(timeout=0 if is_asked else LOOK_S)
+            except queue.Empty:
+                if engine is not None and is_asked:
+                    self._step(engine)
+            else:
+                task()
+
+    def _step(self, engine: Stepped) -> None:
+        start = time.monotonic()
+        try:
+            self.finished += engine.step()
+        except Exception:
+            # Nobody waits for this step. The driver starts an engine that is gone again.
+            logger.exception("A step for requests over HTTP failed; ending the engine")
+            os._exit(1)
+        spans.stretch("serve HTTP", start)
+        if not engine.callers.are_waiting:
+            spans.end_stretch()

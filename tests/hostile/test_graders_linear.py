@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import languages, math, math_hedges, math_notation, math_number, math_size, math_value, mcqa
+from mrl.envs import languages, math, math_notation, math_number, math_size, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -80,7 +80,7 @@ def even_answer(text: str) -> None:
 
 def find_hedges(text: str) -> None:
     length = min(len(text), math_number.MAX_CHARACTERS)
-    math_hedges.is_hedged(text, length, length + 1, is_stated=True)
+    math_number.is_hedged(text, length, length + 1, is_stated=True)
 
 
 def search_answer(text: str) -> None:
@@ -103,11 +103,11 @@ MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE
 
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
-    "mrl.envs.math_hedges._MARKS": find_hedges,
+    "mrl.envs.math_number._MARKS": find_hedges,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
     **dict.fromkeys((f"mrl.envs.math_number.{name}" for name in NUMBERS), read_answer),
-    **dict.fromkeys((f"mrl.envs.math_hedges.{name}" for name in HEDGES), find_hedges),
+    **dict.fromkeys((f"mrl.envs.math_number.{name}" for name in HEDGES), find_hedges),
     **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("BARE", "FONTS", "bare", "_words")), even_answer),
     "mrl.envs.math_notation._REWRITTEN": even_answer,
     "mrl.envs.math_value.HEADING": math_value.answer_part,

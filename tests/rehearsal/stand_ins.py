@@ -31,7 +31,7 @@ from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_run
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.data.turns import Ending
-from mrl.envs.workers import RewardLoad
+from mrl.envs.scorer import RewardLoad
 from mrl.loop import rollouts
 from mrl.loop.run import Budget, Run
 from mrl.recipes import tokenizer

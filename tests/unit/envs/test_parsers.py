@@ -10,7 +10,7 @@ from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.generation import ServingChatConfig
 from mrl.config.schema.run import RunConfig
 from mrl.envs import math, mcqa, structured_outputs
-from mrl.envs.parsers import parsers_of
+from mrl.envs.scorer import parsers_of
 from mrl.envs.task import Task
 
 

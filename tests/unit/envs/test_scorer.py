@@ -8,9 +8,8 @@ from typing import cast
 
 import pytest
 
-from mrl.envs.scorer import RewardPool, Scorer
+from mrl.envs.scorer import RewardLoad, RewardPool, Scorer
 from mrl.envs.task import Environment, Task
-from mrl.envs.workers import RewardLoad
 from mrl.types import Verdict
 from tests.unit.envs.pools import Childless
 from tests.unit.stories import as_story, settled
