@@ -60,7 +60,7 @@ class RolloutCollector:
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
         """Called in the loop with each group whose rollouts are all sampled and judged."""
-        self._hints = LengthHints() if config.policy.generation.longest_first else None
+        self._hints = LengthHints()
         self._num_missing = 0
         self._busy_s = 0.0
 
@@ -85,7 +85,7 @@ class RolloutCollector:
                 f"prompt {twice} is asked for twice in one call, with the same random numbers; ask once, for more "
                 "rollouts"
             )
-        ordered = self._hints.longest_first(asked) if self._hints else asked
+        ordered = self._hints.longest_first(asked)
         in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
 
@@ -123,9 +123,8 @@ class RolloutCollector:
         Calls `on_tick` now and then.
         """
         self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups), on_tick=on_tick)
-        if self._hints:
-            for group in groups:
-                self._hints.note(group.prompt, [rollout.num_trained for rollout in group.rollouts])
+        for group in groups:
+            self._hints.note(group.prompt, [rollout.num_trained for rollout in group.rollouts])
         judged = groups if self.effort is None else [shape_effort(group, self.effort) for group in groups]
         return list(judged), self.rewards.take_seconds()
 

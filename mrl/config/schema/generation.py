@@ -186,10 +186,6 @@ class GenerationConfig:
     """Compare trainer and engine on a few tokens before the first step, and end the run if they compute different
     models.
     """
-    longest_first: bool = True
-    """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction`
-    shows the effect.
-    """
     num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
     port_range_low: Port = 3000
