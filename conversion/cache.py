@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from conversion.families.common import MegatronParallel
@@ -69,14 +69,13 @@ class CacheEntry:
     """The marker of an entry, which its builder writes last."""
 
     model: str
-    dtype: str | None
     num_bytes: int
     created: float
     manifest_sha256: str
 
 
-def entry_key(hf: Path, root: Path, *, dtype: str | None, reads_all: bool = False) -> str:
-    """Entry name of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
+def entry_key(hf: Path, root: Path, *, reads_all: bool = False) -> str:
+    """Entry name of a Hugging Face folder: a sha256 of its weight files, config.json and the table version.
 
     Checksums of files that were read before come from the cache; with `reads_all`, none does.
     """
@@ -84,25 +83,24 @@ def entry_key(hf: Path, root: Path, *, dtype: str | None, reads_all: bool = Fals
     files += [hf / INDEX_FILE] if (hf / INDEX_FILE).exists() else []
     found = file_hashes(files, root / HASHES, reads_all=reads_all)
     hashes = {path.relative_to(hf).as_posix(): digest for path, digest in found.items()}
-    content = {"files": hashes, "dtype": dtype, "table_version": TABLE_VERSION}
+    # None: as in the keys of caches that exist.
+    content = {"files": hashes, "dtype": None, "table_version": TABLE_VERSION}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def cached_mcore(
-    hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
-) -> Path:
+def cached_mcore(hf: Path, root: Path, *, parallel: MegatronParallel = ONE_FILE, build: Build | None = None) -> Path:
     """The Megatron checkpoint of a Hugging Face folder in the cache at `root`; converts it now if it is missing.
 
-    Tensors keep their dtypes unless `dtype` names one for all. `parallel` is how a conversion cuts its files; any
-    layout can load them. `build` replaces the conversion.
+    Tensors keep their dtypes. `parallel` is how a conversion cuts its files; any layout can load them. `build` replaces
+    the conversion.
     """
-    with mcore_in_use(hf, root, dtype=dtype, parallel=parallel, build=build) as folder:
+    with mcore_in_use(hf, root, parallel=parallel, build=build) as folder:
         return folder
 
 
 @contextmanager
 def mcore_in_use(
-    hf: Path, root: Path, *, dtype: str | None = None, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
+    hf: Path, root: Path, *, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
 ) -> Iterator[Path]:
     """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block."""
 
@@ -110,17 +108,17 @@ def mcore_in_use(
         # Finding an entry must not import torch.
         from conversion.convert import convert_hf_to_mcore
 
-        convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
+        convert_hf_to_mcore(hf, out, parallel=parallel, progress=log_progress("conversion"))
 
     open_cache(root)
     with _usable(root):
-        key = entry_key(hf, root, dtype=dtype)
+        key = entry_key(hf, root)
         lease = root / LEASES / owned_name(key)
         lease.touch()
     try:
         with heartbeat(lease):
             with _usable(root):
-                _fill(hf, root, key, dtype=dtype, build=build or convert)
+                _fill(hf, root, key, build or convert)
             yield root / ENTRIES / key / CHECKPOINT_FOLDER
     finally:
         lease.unlink(missing_ok=True)
@@ -177,8 +175,9 @@ def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
 def read_entry(folder: Path) -> CacheEntry | None:
     """The marker of an entry; None if the entry is not complete."""
     try:
-        return CacheEntry(**json.loads((folder / MARKER).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return CacheEntry(**{field.name: marker[field.name] for field in fields(CacheEntry)})
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -192,7 +191,7 @@ def _mark_used(entry: Path) -> bool:
     return True
 
 
-def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) -> None:
+def _fill(hf: Path, root: Path, key: str, build: Build) -> None:
     final = root / ENTRIES / key
     watch, deadline = _Watch(root / BUILDING, key), time.monotonic() + MAX_WAIT_S
     # The entry disappears for a moment where gc takes it out and then sees the lease.
@@ -220,14 +219,14 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             continue
         try:
             with heartbeat(aside):
-                _build(hf, root, key, aside, dtype=dtype, build=build)
+                _build(hf, root, key, aside, build)
         except ValueError:
             # After any other error, or a kill, the next builder continues with these files.
             shutil.rmtree(aside, ignore_errors=True)
             raise
 
 
-def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, build: Build) -> None:
+def _build(hf: Path, root: Path, key: str, aside: Path, build: Build) -> None:
     started, is_empty = time.monotonic(), True
     final, folder = root / ENTRIES / key, aside / CHECKPOINT_FOLDER
     dead = [path for path in owned(root / BUILDING, key) if not is_alive(path)]
@@ -248,7 +247,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
         build(unchecked)
         # By what the files hold now: one that was read weeks ago may have become unsound on the disk without another
         # time.
-        if entry_key(hf, root, dtype=dtype, reads_all=True) != key:
+        if entry_key(hf, root, reads_all=True) != key:
             raise ValueError(
                 f"{hf} changed while it was converted, or is damaged; start again when its writer is done, or "
                 "download it again"
@@ -259,7 +258,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     sync_tree(aside)
     num_bytes = sum(record.size for record in read_manifest(folder).files.values())
-    entry = CacheEntry(str(hf.absolute()), dtype, num_bytes, time.time(), sha256_file(folder / MANIFEST))
+    entry = CacheEntry(str(hf.absolute()), num_bytes, time.time(), sha256_file(folder / MANIFEST))
     write_atomic(aside / MARKER, json.dumps(asdict(entry), indent=1))
     if publish(aside, final):
         logger.info("%s is in the cache (%.2f GB, %.1f s)", hf, num_bytes / 1e9, time.monotonic() - started)

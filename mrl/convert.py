@@ -109,20 +109,16 @@ def _run(options: argparse.Namespace) -> int:
 def list_cache() -> None:
     """Logs one line for each cache entry, for entries that are being built, and for leftovers of killed processes."""
     root = cache_folder()
-    lines = [("key", "size", "unused for", "state", "dtype", "model")]
+    lines = [("key", "size", "unused for", "state", "model")]
     items = cache_items(root)
     for item in items:
         if item.entry is not None:
-            dtype, model, state = (
-                item.entry.dtype or "as stored",
-                item.entry.model,
-                "in use" if item.is_live else "complete",
-            )
+            model, state = item.entry.model, "in use" if item.is_live else "complete"
         else:
-            dtype, model, state = "", "", "being built" if item.is_live else "leftover"
+            model, state = "", "being built" if item.is_live else "leftover"
         seconds = time.time() - item.used
         age = f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
-        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), age, state, dtype, model))
+        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), age, state, model))
     for line in aligned(lines):
         logger.info("%s", line)
     logger.info("%s in %s", _size(sum(item.num_bytes for item in items)), root)
@@ -229,9 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
     cache = commands.add_parser("cache", help="the cache of converted models that training runs fill")
     cache_commands = cache.add_subparsers(dest="cache_command", required=True)
-    cache_commands.add_parser(
-        "list", help="entries and leftovers: key, size, time since the last use, state, dtype, model"
-    )
+    cache_commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, model")
     clean = cache_commands.add_parser(
         "gc", help="remove what killed processes left, and entries as asked for, but none that is in use"
     )

@@ -189,11 +189,11 @@ def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
     from mrl.cluster.nodes import connect, joined_nodes
 
-    names = options.nodes.split(",") if options.nodes else []
+    names = options.nodes.split(",")
     connect()
     wait_for_nodes(
         joined_nodes,
-        num_nodes=options.num_nodes or len(names),
+        num_nodes=len(names),
         num_slots=options.units,
         names=names,
         timeout_s=options.timeout,
@@ -334,8 +334,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     waiting = commands.add_parser(
         "wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined (the scripts call it)"
     )
-    waiting.add_argument("--nodes", default="", help="their names, with commas between them")
-    waiting.add_argument("--num-nodes", type=int, default=0, help="how many, where the names are not known")
+    waiting.add_argument("--nodes", required=True, help="their names, with commas between them")
     waiting.add_argument(
         "--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs"
     )

@@ -110,12 +110,12 @@ arguments of the chat template belong to a run | unit/store/test_identity.py::te
 mrl/store/identity.py: _digest(tokenizer.chat_template_kwargs or {}) >>> _digest({})
 no rank loads what one has found damaged | unit/loop/test_saving.py::test_a_run_goes_on_before_the_shard_that_a_rank_finds_damaged
 mrl/loop/saving.py: if not damage: >>> if True:
-the dtype belongs to the key of an entry | unit/conversion/test_cache.py::test_the_key_follows_from_content_alone
-conversion/cache.py: "dtype": dtype, "table_version" >>> "table_version"
+the version of the conversion belongs to the key of an entry | unit/conversion/test_cache.py::test_the_key_follows_from_content_alone
+conversion/cache.py: "dtype": None, "table_version": TABLE_VERSION >>> "dtype": None
 an entry in use outlives gc | unit/conversion/test_cache_gc.py::test_what_is_in_use_stays
 conversion/cache.py: lambda _, item=item: _is_unused(item) >>> lambda _: True
 a model that changes meanwhile is refused | unit/conversion/test_cache.py::test_a_model_that_changes_while_it_is_converted_is_refused
-conversion/cache.py: if entry_key(hf, root, dtype=dtype, reads_all=True) != key: >>> if False:
+conversion/cache.py: if entry_key(hf, root, reads_all=True) != key: >>> if False:
 an entry is on disk before it is published | unit/conversion/test_cache.py::test_an_entry_is_on_disk_before_it_gets_its_name
 conversion/cache.py: sync_tree(aside) >>> pass
 # confinement and graders

@@ -239,11 +239,11 @@ def other_model_memory(config: RunConfig, model: PlanModel, *, imbalance: float 
     return {name: _neediest(config, name, other, imbalance) for name, other in model.beside.items()}
 
 
-def memory_apart(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Parts]:
+def memory_apart(config: RunConfig, model: PlanModel) -> dict[ModelName, Parts]:
     """Bytes of the fullest GPU of each teacher with nodes of its own, where it keeps its weights, as it works."""
     found: dict[ModelName, Parts] = {}
     for name, other in model.apart.items():
-        work = _neediest(config, name, other, imbalance)
+        work = _neediest(config, name, other, IMBALANCE)
         parts = {"weights": work.states.weights, "buffers": work.persistent, "outside torch": POLICY_CONTEXT}
         found[name] = _with_slack(parts | work.forward)
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MRL_CACHE", str(tmp_path))
@@ -32,24 +38,31 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_list_shows_entries_and_what_is_being_built(root: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+def test_list_shows_entries_and_what_is_being_built(
+    root: Path, model: Path, other: Path, capsys: pytest.CaptureFixture[str]
+):
     key = cached_mcore(model, root).parent.name
-    bf16 = cached_mcore(model, root, dtype="bfloat16").parent
+    old = cached_mcore(other, root).parent
+    # As it was written when entries had a dtype of their own.
+    marker = json.loads((old / "entry.json").read_text())
+    (old / "entry.json").write_text(json.dumps(marker | {"dtype": None}))
     used = time.time() - 3 * DAY_S
-    os.utime(bf16 / "entry.json", (used, used))
+    os.utime(old / "entry.json", (used, used))
     (root / "building" / owned_name("f" * 64)).mkdir()
     with mcore_in_use(model, root):
         header, *lines, total = run(capsys, "list")
     assert header.split("  ")[0] == "key" and total.endswith(f"in {root}")
     described = [" ".join(line.split()) for line in lines]
-    assert described[0].startswith(bf16.name[:12]) and described[0].endswith(f"MB 3.0 days complete bfloat16 {model}")
-    assert described[1].startswith(key[:12]) and described[1].endswith(f"MB 0.0 hours in use as stored {model}")
+    assert described[0].startswith(old.name[:12]) and described[0].endswith(f"MB 3.0 days complete {other}")
+    assert described[1].startswith(key[:12]) and described[1].endswith(f"MB 0.0 hours in use {model}")
     assert described[2] == f"{'f' * 12} 0.0 kB 0.0 hours being built"
     assert len(lines) == 3
 
 
-def test_gc_removes_by_age_and_size_and_says_what(root: Path, model: Path, capsys: pytest.CaptureFixture[str]):
-    entries = [cached_mcore(model, root, dtype=dtype).parent for dtype in (None, "bfloat16")]
+def test_gc_removes_by_age_and_size_and_says_what(
+    root: Path, model: Path, other: Path, capsys: pytest.CaptureFixture[str]
+):
+    entries = [cached_mcore(folder, root).parent for folder in (model, other)]
     used = time.time() - 3 * DAY_S
     os.utime(entries[1] / "entry.json", (used, used))
     assert run(capsys, "gc") == ["0.0 kB removed"]

@@ -110,7 +110,7 @@ def test_equal_overrides_make_one_folder_and_one_entry_of_the_cache(model: Path,
     ]
     assert folders[0] == folders[1] != folders[2]
     assert overridden_folder(model, {"max_position_embeddings": 2048}, beside=tmp_path / "run") == model
-    keys = {entry_key(folder, tmp_path / "cache", dtype=None) for folder in (model, *folders)}
+    keys = {entry_key(folder, tmp_path / "cache") for folder in (model, *folders)}
     assert len(keys) == 3
 
 

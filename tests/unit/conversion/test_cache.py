@@ -64,25 +64,25 @@ def test_the_first_use_converts_and_the_second_finds(hf: Path, root: Path):
 
 def test_the_key_follows_from_content_alone(hf: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reading, "SETTLED_S", -1.0)
-    key = entry_key(hf, root, dtype=None)
+    key = entry_key(hf, root)
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("model.safetensors", "config.json"):
         (copy / name).write_bytes((hf / name).read_bytes())
     (copy / "tokenizer.json").write_text("{}")
-    assert entry_key(copy, tmp_path / "other", dtype=None) == key
+    assert entry_key(copy, tmp_path / "other") == key
 
-    keys = {key, entry_key(hf, root, dtype="bfloat16")}
+    keys = {key}
     weights = (copy / "model.safetensors").read_bytes()
     # Same names, shapes, dtypes and length: one bit of one value, in place.
     (copy / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    keys.add(entry_key(copy, root, dtype=None))
+    keys.add(entry_key(copy, root))
     (copy / "model.safetensors").write_bytes(weights)
     (copy / "config.json").write_text(json.dumps({**json.loads((hf / "config.json").read_text()), "rope_theta": 5}))
-    keys.add(entry_key(copy, root, dtype=None))
+    keys.add(entry_key(copy, root))
     monkeypatch.setattr(cache, "TABLE_VERSION", cache.TABLE_VERSION + 1)
-    keys.add(entry_key(hf, root, dtype=None))
-    assert len(keys) == 5
+    keys.add(entry_key(hf, root))
+    assert len(keys) == 4
 
 
 def test_other_weights_of_the_same_headers_are_not_mistaken(hf: Path, root: Path, tmp_path: Path):
@@ -102,10 +102,10 @@ def test_shards_and_their_index_belong_to_the_key(hf: Path, root: Path, tmp_path
     for file in set(half.values()):
         save_file({name: tensors[name] for name in names if half[name] == file}, sharded / file)
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": half}))
-    key = entry_key(sharded, root, dtype=None)
+    key = entry_key(sharded, root)
     changed = dict(tensors, **{names[-1]: tensors[names[-1]] + 1})
     save_file({name: changed[name] for name in names if half[name] == "1.safetensors"}, sharded / "1.safetensors")
-    assert entry_key(sharded, root, dtype=None) != key
+    assert entry_key(sharded, root) != key
     check_entry(cached_mcore(sharded, root))
 
 
@@ -318,7 +318,7 @@ def test_a_builder_at_work_is_waited_for(hf: Path, root: Path, monkeypatch: pyte
     monkeypatch.setattr(clock, "sleep", sleep)
     monkeypatch.setattr(cache, "time", clock)
     (root / "building").mkdir(parents=True)
-    other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
+    other = root / "building" / elsewhere(owned_name(entry_key(hf, root)))
     other.mkdir()
     found: list[Path] = []
     waiter = threading.Thread(target=lambda: found.append(cached_mcore(hf, root, build=never)))
@@ -334,7 +334,7 @@ def test_a_builder_at_work_is_waited_for(hf: Path, root: Path, monkeypatch: pyte
 def test_a_builder_that_stalls_is_not_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "time", clock := Clock())
     (root / "building").mkdir(parents=True)
-    other = root / "building" / elsewhere(owned_name(entry_key(hf, root, dtype=None)))
+    other = root / "building" / elsewhere(owned_name(entry_key(hf, root)))
     other.mkdir()
     started = clock.now
     check_entry(cached_mcore(hf, root))

@@ -145,7 +145,7 @@ def test_what_is_being_removed_cannot_be_taken_over(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remover: str
 ):
     root, out = tmp_path / "cache", tmp_path / "out"
-    key = entry_key(models[0], root, dtype=None)
+    key = entry_key(models[0], root)
     folder, what = (tmp_path, ".out.partial") if remover == "a conversion" else (root / "building", key)
     # A builder of another boot left it, long ago.
     leftover = folder / re.sub(r"\.[0-9a-f]+\.", ".123.", owned_name(what), count=1)
