@@ -29,6 +29,7 @@ from mrl.view.run_data import (
     ENDED,
     Json,
     about_lines,
+    attempts_of,
     checkpoints_of,
     owner_state,
     progress_lines,
@@ -194,12 +195,6 @@ def rows_of(folder: Path) -> Sequence[Row]:
         for row in rows
         if isinstance(row["step"], int)
     ]
-
-
-def attempts_of(folder: Path) -> list[Path]:
-    """The folders of the attempts that have a config, in order."""
-    found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[4:]))
 
 
 def end_of(attempt: Path) -> str:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,6 +54,8 @@ OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
 _FORMAT_WARNING = warnings.formatwarning
 _FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
 _BAR = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
+_UP = re.compile(r"(?:\x1b\[A)+")
+BAR_INTERVAL_S = 15.0
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -293,11 +296,13 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 class SafeConsole:
     """An output stream without terminal controls, for all writers: argparse, print, loggers, libraries.
 
-    A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line.
+    A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line. A log
+    gets one line of a bar, its last, and of a slow one a line each `BAR_INTERVAL_S`.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._drawn, self._is_bar, self._due = "", False, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -306,8 +311,36 @@ class SafeConsole:
         """Writes a text with harmless characters in place of those that control a terminal; returns its length."""
         match = _BAR.match(text) if self._stream.isatty() else None
         kept = match[0] if match else ""
-        self._stream.write(kept + safe_text(text[len(kept) :], len(text)))
+        shown = text[len(kept) :] if self._stream.isatty() else self._without_redraws(text)
+        if kept or shown:
+            self._stream.write(kept + safe_text(shown, len(text) + len(shown)))
         return len(text)
+
+    def _without_redraws(self, text: str) -> str:
+        """`text` as a log gets it: a bar's newest drawing waits until another text follows, or is due."""
+        if not text:
+            return ""
+        if _UP.fullmatch(text):  # back from a bar below, whose last drawing is no news
+            self._drawn = ""
+            return ""
+        if self._is_bar and not text.strip("\n"):  # its end, or a move to a bar below
+            return self.take_drawn()
+        now = time.monotonic()
+        if text.startswith("\r") and not text.startswith("\r\n"):
+            if not self._is_bar:
+                self._is_bar, self._due = True, now + BAR_INTERVAL_S
+            self._drawn = text.rpartition("\r")[2].rstrip()
+            if now < self._due:
+                return ""
+            self._due = now + BAR_INTERVAL_S
+            return self.take_drawn()
+        self._is_bar = False
+        return self.take_drawn() + text
+
+    def take_drawn(self) -> str:
+        """The line of a bar that waits, if any, which is written then."""
+        drawn, self._drawn = self._drawn, ""
+        return drawn and f"{drawn}\n"
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -322,6 +355,9 @@ def safe_console() -> Iterator[None]:
     try:
         yield
     finally:
+        for console, stream in zip((sys.stdout, sys.stderr), streams, strict=True):
+            if isinstance(console, SafeConsole):
+                stream.write(safe_text(console.take_drawn()))
         sys.stdout, sys.stderr = streams
 
 
@@ -373,7 +409,15 @@ def note_traceback(error: Exception, folder: Path, *, is_needed: bool = True) ->
             sys.stderr.write(_formatted(f"The attempt ended: {reason_of(error)}") + "\n" + text)
 
 
-def _formatted(text: str) -> str:
+def without_secrets(text: str) -> str:
+    """`text` without what the log of this process hides."""
+    return redact_text(text, _formatter().secrets)
+
+
+def _formatter() -> SecretsFormatter:
     formatters = [handler.formatter for handler in logging.getLogger().handlers]
-    formatter = next((found for found in formatters if isinstance(found, SecretsFormatter)), SecretsFormatter())
-    return formatter.format(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)).rstrip("\n")
+    return next((found for found in formatters if isinstance(found, SecretsFormatter)), SecretsFormatter())
+
+
+def _formatted(text: str) -> str:
+    return _formatter().format(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)).rstrip("\n")

@@ -76,6 +76,8 @@ def start_run(
         state = run.begin(checkpoint)
         with run.saved(state):
             yield run, state
+    if masked := run.masks.text():
+        logger.warning("In the steps of this attempt %s", masked)
 
 
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
@@ -93,8 +95,6 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
         checkpoint = folder.pass_over(checkpoint, damage)
     with start_run(training, folder, checkpoint, budget) as (run, state):
         train(run, state)
-    if masked := run.masks.text():
-        logger.warning("In the steps of this attempt %s", masked)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     if Path(sys.prefix) == ENVIRONMENT and env.VIRTUAL_ENV.read() is None:
         logger.info("For further commands: source %s/bin/activate", ENVIRONMENT)

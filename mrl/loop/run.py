@@ -222,7 +222,7 @@ class Run(Generic[S_co]):
 
     def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
-        self.masks.count(step.groups)
+        self.folder.note_masked(self.masks.count(step.groups).by_kind())
         masked = (
             reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mrl.types import RolloutGroup, TrainSequence
+from mrl.types import RolloutGroup, Status, TrainSequence
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_EQUAL_STEPS = 3
+MAX_REASON = 300
 
 
 class NoSignal(ValueError):
@@ -61,24 +62,30 @@ class SignalWatch:
 
 @dataclass
 class MaskTally:
-    """Counts rollouts without a reward, as their function, agent or machine failed, and the reasons."""
+    """Counts masked rollouts, whose function, agent or machine failed or which are flagged, and the reasons."""
 
     num_rollouts: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[tuple[Status, str]] = field(default_factory=Counter)
 
     def count(self, groups: Sequence[RolloutGroup]) -> MaskTally:
         """Adds the rollouts of these groups; returns itself."""
         self.num_rollouts += sum(len(group.verdicts) for group in groups)
-        self.reasons.update(v.reason or v.status for group in groups for v in group.verdicts if not v.has_reward)
+        self.reasons.update((v.status, v.reason) for group in groups for v in group.verdicts if not v.is_valid)
         return self
 
     def text(self) -> str:
         """Share and commonest reason; empty if every rollout has a reward."""
-        if not (num_masked := self.reasons.total()):
+        without = Counter({key: count for key, count in self.reasons.items() if key[0] != "flagged"})
+        if not (num_masked := without.total()):
             return ""
-        reason, count = self.reasons.most_common(1)[0]
+        (status, reason), count = without.most_common(1)[0]
         share = f"{num_masked:,} of {self.num_rollouts:,} rollouts ({num_masked / self.num_rollouts:.1%})"
-        return f"{share} are masked, and not trained on; {count:,} because of: {reason:.300}"
+        return f"{share} are masked, and not trained on; {count:,} because of: {reason or status:.{MAX_REASON}}"
+
+    def by_kind(self) -> dict[Status, str]:
+        """The commonest reason of each kind, if it has one."""
+        found = self.reasons.most_common()
+        return {status: reason[:MAX_REASON] for (status, reason), _ in reversed(found) if reason}
 
 
 def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:

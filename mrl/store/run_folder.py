@@ -24,6 +24,7 @@ from conversion.files.limits import is_waiting, within
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import without_secrets
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
@@ -58,11 +59,11 @@ from mrl.store.samples import (
     token_rows,
     write_step_data,
 )
-from mrl.types import RolloutGroup, TokenSamples, TrainSequence
+from mrl.types import RolloutGroup, Status, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
 from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
-from mrl.view.run_data import ABOUT, ENDED, OWNER, REFIT, State, facts_of
+from mrl.view.run_data import ABOUT, ENDED, MASKED, OWNER, REFIT, State, facts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,6 +100,7 @@ class RunFolder:
         self._last_logged_step = -1
         self._failed_writes: Counter[str] = Counter()
         self._advisor = Advisor(facts_of(asdict(config)))
+        self._masked: dict[Status, str] = {}
         self._next_report = 0.0
         self._loaded_tokenizer: PreTrainedTokenizerBase | None = None
         # Hundreds of megabytes of texts a step take seconds to compress.
@@ -170,6 +172,14 @@ class RunFolder:
         if not is_waiting() and self.log_folder.is_dir():
             with self._may_fail(ENDED):
                 write_atomic(self.log_folder / ENDED, json.dumps({"code": code, "text": text, "at": time.time()}))
+
+    def note_masked(self, reasons: Mapping[Status, str]) -> None:
+        """Writes the reason of each kind of this attempt's masked rollouts, without secrets, if there are new ones."""
+        if reasons != self._masked:
+            self._masked = dict(reasons)
+            with self._may_fail(MASKED):
+                said = {kind: without_secrets(reason) for kind, reason in reasons.items()}
+                write_atomic(self.log_folder / MASKED, json.dumps(said))
 
     def check_owner(self) -> None:
         """Raises FolderLost if another process owns the folder by now."""

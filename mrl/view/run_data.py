@@ -36,6 +36,8 @@ ABOUT = "about.json"
 REFIT = "refit.json"
 ENDED = "ended.json"
 """In an attempt's folder: its exit code, and how it ended."""
+MASKED = "masked.json"
+"""In an attempt's folder: the commonest reason of each kind of its masked rollouts."""
 # The owner touches its file far more often; see mrl.store.ownership.
 OWNER_LEASE_S = 120.0
 MAX_POINTS = 2_000
@@ -299,8 +301,18 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
             lines.append((f"held-out {what}", text))
     if masked := masked_text(rows):
         lines.append(("masked", masked))
+        reasons = dict[str, str]()
+        for attempt in attempts_of(folder):
+            reasons |= {str(kind): str(reason) for kind, reason in read_json(attempt / MASKED).items()}
+        lines += [(f"masked: {kind}", reason) for kind, reason in reasons.items()]
     lines.append(("as of", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")))
     return lines
+
+
+def attempts_of(folder: Path) -> list[Path]:
+    """The folders of the attempts that have a config, in order."""
+    found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[4:]))
 
 
 def masked_text(rows: Sequence[Row]) -> str:

@@ -112,3 +112,27 @@ sys.exit(run_entry(main))
     os.close(reader)
     assert said.startswith("\r 50%|#    |\r\n\x1b[A") and said.count("\x1b") == 1
     assert "]0;pwned" in said and not {"\x07", "\u202e"} & set(said) and "a\r\nb" in said
+
+
+def test_a_log_gets_the_last_line_of_a_bar():
+    source = """
+import sys
+from tqdm import tqdm
+from mrl.config.secrets import run_entry
+
+def main():
+    for _ in tqdm(range(9), desc="one", mininterval=0):
+        pass
+    for _ in tqdm(range(2), desc="outer", mininterval=0):
+        for _ in tqdm(range(4), desc="inner", leave=False, mininterval=0):
+            pass
+    sys.stderr.write("\\r 50%|#    |")
+    print("said", file=sys.stderr)
+    sys.stderr.write("\\r 70%|#    |")
+    return 0
+
+sys.exit(run_entry(main))
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = [line.partition("|")[0].strip() for line in done.stderr.splitlines()]
+    assert said == ["one: 100%", "outer:   0%", "outer:  50%", "outer: 100%", "50%", "said", "70%"]

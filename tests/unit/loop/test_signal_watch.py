@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_masked_rollouts_are_said_with_their_share(caplog: pytest.LogCaptureFixt
     assert tally.count(HALF).count(HALF).text() == said.replace("2 of 6", "4 of 16").replace("33.3", "25.0").replace(
         "; 2", "; 4"
     )
+    assert tally.by_kind() == {}
+    for index, reason in enumerate(["ValueError: b", "ValueError: a", "ValueError: b"]):
+        told = replace(HALF[0].verdicts[0], reason=reason, status="error" if index else "timeout")
+        tally.count([replace(HALF[0], verdicts=(told,))])
+    tally.count([replace(HALF[0], verdicts=(told,))])
+    assert tally.by_kind() == {"error": "ValueError: b", "timeout": "ValueError: b"}
     watch = SignalWatch(None)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 1 + NUM_EQUAL_STEPS):

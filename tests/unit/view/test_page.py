@@ -73,7 +73,13 @@ def test_a_run_that_learns_nothing_or_masks_rollouts_is_not_well(tmp_path: Path)
     counts = {"num_rollouts": 32, "failed": 16, "error": 15, "timeout": 1}
     of_step = {f"rollout__own__{name}": count for name, count in counts.items()}
     write_metrics(folder, [row(1, **of_step), row(2, **of_step, rollout__math__num_rollouts=64)])
+    for number, reason in ((1, "old"), (2, "ValueError: no sum, at own.py:3")):
+        attempt = folder / f"logs/exp_00{number}"
+        attempt.mkdir(parents=True, exist_ok=True)
+        (attempt / "config.yaml").touch()
+        (attempt / "masked.json").write_text(json.dumps({"error": reason}))
     data = run_data(folder)
+    assert dict(data["progress"])["masked: error"] == "ValueError: no sum, at own.py:3"
     assert "Masked share of the worst environment" in str(data["health"])
     assert "('masked', '32 of 128 rollouts (25.0%): timeout 2, error 30')" in str(data["progress"])
 
