@@ -25,7 +25,7 @@ def conversation(question: str, answer: str, *, calls: bool) -> list[dict[str, o
     first, second = (int(term) for term in question.rstrip("=").split("+"))
     guess = (first // 10 + second // 10) * 10 + (first + second) % 10
     texts = [question, f"{first}+{second}", answer, answer] if calls else [question, str(guess)]
-    roles = ({"role": "user"}, {"role": "assistant", "weight": 1})
+    roles: list[dict[str, object]] = [{"role": "user"}, {"role": "assistant", "weight": 1}]
     return [roles[index % 2] | {"content": text} for index, text in enumerate(texts)]
 
 

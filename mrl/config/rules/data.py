@@ -214,6 +214,8 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         )
         if made := way_to_prepare(path):
             way_out = f"correct the path ({made})"
+        elif path.isidentifier():  # as NeMo RL's evaluation files name math, mmlu and gpqa
+            way_out += f"; by name mrl knows {', '.join(DATASETS)}"
         problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
     for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
         given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)
