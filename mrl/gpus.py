@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 SMI_TIMEOUT_S = 60.0
 """Without a daemon that keeps the driver loaded, nvidia-smi takes seconds for each GPU."""
+SMI_NOTICE_S = 10.0
 INSTALL_CPU = "MRL_CPU=1 bash scripts/setup.sh"
 INSTALL_GPU = "bash scripts/setup.sh"
 _VISIBLE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
@@ -87,7 +88,11 @@ def _run_smi(*arguments: str) -> tuple[int, str]:
         except OSError as error:  # an empty file of this name, as images have that were made on a GPU host
             return error.errno or 1, str(error)
         try:
-            code = process.wait(SMI_TIMEOUT_S)
+            try:
+                code = process.wait(min(SMI_NOTICE_S, SMI_TIMEOUT_S))
+            except subprocess.TimeoutExpired:
+                logger.info("Waiting for nvidia-smi, for %g s at most ...", SMI_TIMEOUT_S)
+                code = process.wait(SMI_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             os.killpg(process.pid, signal.SIGKILL)
             raise ValueError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mrl
+from mrl.gpus import host_gpus
 from mrl.numa import gpu_nodes
 
 PACKAGE = Path(mrl.__file__).parent
@@ -68,7 +69,14 @@ class Gpus:
 
 
 def read_gpus() -> Gpus | None:
-    """Reads the GPUs of this host, by NVML; None on a host without NVIDIA devices."""
+    """Reads the GPUs of this host, by NVML; None on a host without NVIDIA devices.
+
+    nvidia-smi, which has a limit, goes first: calls of NVML in this process have none, and hang where it does.
+    """
+    try:
+        host_gpus()
+    except ValueError as error:
+        return Gpus(None, str(error), CudaProbe("not asked, as nvidia-smi hangs"))
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     try:

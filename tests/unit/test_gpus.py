@@ -13,6 +13,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
+from mrl.doctor.gpus import read_gpus
 from mrl.gpus import Builds, device_variables, find_misfit, find_shortage, host_gpus, on_gpu
 from mrl.launch import parse_arguments, train_command
 from mrl.loop.preflight import check_environment
@@ -112,6 +113,8 @@ def test_a_driver_that_hangs_is_named(host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpus, "SMI_TIMEOUT_S", 0.2)
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=auto .*nvidia-smi gives no answer.*MRL_CPU=1"):
         load_config("grpo_tiny.yaml")
+    found = read_gpus()  # the doctor's, also where there is no device file
+    assert found is not None and found.driver is None and "nvidia-smi gives no answer" in found.driver_error
 
 
 TINY = ("grpo_tiny", "grpo_tiny_dense", "sft_tiny", "dpo_tiny", "rm_tiny", "ppo_tiny", "distillation_tiny", "mopd_tiny")
