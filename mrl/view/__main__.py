@@ -9,9 +9,10 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from mrl.config.secrets import run_entry, start_logging
 from mrl.view.dumps import list_dumps, read_dump, read_evaluations
@@ -76,8 +77,13 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            _, given, *rest = [*asked.path.split("/"), "", ""]
+            with suppress(ConnectionError):  # who asked has gone
+                self._serve()
+
+        def _serve(self) -> None:
+            # Nothing is parsed of what a caller may send as a host.
+            path, _, query = self.path.partition("?")
+            _, given, *rest = [*path.split("/"), "", ""]
             if not secrets.compare_digest(given.encode(), token.encode()):
                 self.send_error(403, "the address needs the token that mrl.view printed")
                 return
@@ -85,9 +91,7 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
                 case []:
                     self._answer(runs.page(), "text/html; charset=utf-8")
                 case ["data"]:
-                    self._answer(
-                        runs.data(parse_qs(asked.query).get("seen", [""])[0]), "application/octet-stream", none=204
-                    )
+                    self._answer(runs.data(parse_qs(query).get("seen", [""])[0]), "application/octet-stream", none=204)
                 case ["rollouts", index, name]:
                     self._answer(runs.rollouts(index, name), "application/octet-stream", none=404)
                 case ["timeline", index, step]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gzip
 import json
+import socket
 import threading
 import urllib.error
 import urllib.parse
@@ -104,6 +105,17 @@ def test_hostile_marks_of_what_was_seen_get_the_page_anew(address: str):
     }
     assert codes == {200} and get(f"{address}/token/data?{'seen=1&' * 5000}")[0] == 200
     assert get(f"{address}/{urllib.parse.quote(HOSTILE[0])}/data")[0] == 403
+
+
+@pytest.mark.parametrize(
+    "target", ["http://[bad]/token/data", "http://[::1/token", "//[", "http://x:99999999/token/", "*"]
+)
+def test_a_target_that_is_no_path_is_answered(address: str, target: str):
+    """As proxies and scanners send them."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.recv(12)[9:] == b"403"
 
 
 def test_a_reader_gets_news_once(address: str, tmp_path: Path):
