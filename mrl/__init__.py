@@ -56,7 +56,7 @@ def home_instead(home: str) -> str:
 # Libraries ask for the home folder and the user's name while they are imported. A container's user may have neither.
 if instead := home_instead(os.path.expanduser("~")):  # noqa: PTH111 -- Path raises where there is none
     lack = (
-        f"HOME={os.environ['HOME']} cannot be written to"
+        f"HOME={os.environ['HOME']!r} cannot be written to"
         if "HOME" in os.environ
         else "HOME is not set, and this user has no entry in passwd"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mrl.config.secrets import run_entry, start_logging
 from mrl.recipes.tiny import prepare_tiny
+from mrl.store.disk import way_out
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prepare_tiny(options.out, seed=options.seed, kind=options.kind)
     except ValueError as error:
         logger.error("%s", error)
+        return 2
+    except OSError as error:
+        out = options.out if options.kind != "verify" else Path()
+        logger.error("%s; %s", error, way_out(error, out) or "name another folder")
         return 2
     return 0
 

@@ -38,7 +38,10 @@ _NUMBERED = re.compile(
 """Checkpoints of Megatron (iter_0000020), verl (global_step_20), transformers and TRL (checkpoint-20), torchtitan,
 Lightning and others.
 """
+OWNER = "owner.json"
 _OVERWRITTEN = (
+    MARK,
+    OWNER,
     "config.yaml",
     "about.json",
     "identity.json",
@@ -226,7 +229,7 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
             said.append(f"{path.name} is not the save that the ledger names: of a copy of this run, or of another run")
     if len(runs) > 1 and not run:
         said.append("its checkpoints are of several runs, and nothing says whose this folder is")
-    if not _is_run_folder(folder):
+    if not is_run_folder(folder):
         names += [
             path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path)
         ]
@@ -252,7 +255,15 @@ def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
 def _is_of_others(path: Path) -> bool:
     name = path.name
     is_named_so = _NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name)
-    return name in _OVERWRITTEN or name in _TRACKERS or is_named_so or _is_saved(path)
+    is_overwritten = name in _OVERWRITTEN and not _may_be_replaced(path)
+    return is_overwritten or name in _TRACKERS or is_named_so or _is_saved(path)
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """True for an empty file, as a kill leaves it, and for the name of an owner of a run folder."""
+    with suppress(OSError, ValueError):
+        return not path.stat().st_size or (path.name == OWNER and {"process", "job"} <= _object(path).keys())
+    return False
 
 
 def _is_saved(path: Path, *, depth: int = 2) -> bool:
@@ -283,7 +294,7 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-def _is_run_folder(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """True if mrl has begun a run here, of older versions too."""
     tests: tuple[Callable[[], bool], ...] = (
         lambda: bool(_mark_in(folder)),

@@ -48,7 +48,7 @@ from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identi
 from mrl.store.ledger import Ledger
 from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or_set_aside
 from mrl.store.loggers.group import Loggers, check_loggers
-from mrl.store.marks import Mark, find_run, find_strangers, new_id, write_mark
+from mrl.store.marks import Mark, find_run, find_strangers, is_run_folder, new_id, write_mark
 from mrl.store.ownership import FolderLost, Ownership
 from mrl.store.samples import (
     Split,
@@ -121,6 +121,9 @@ class RunFolder:
         check_loggers(self.config.logger)
         try:
             make_folder(self.path)
+            # Before the first file is written: it may have the name of another's.
+            if not is_run_folder(self.path) and (strangers := find_strangers(self.path, "", {}, is_damaged)):
+                raise ValueError(strangers)
             self._ownership.take()
             kill_point("start")
             self._check_start()

@@ -65,6 +65,13 @@ def test_each_kind_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("fake_work")
+@pytest.mark.parametrize("out", ["/proc/tiny", "/dev/null/tiny"])
+def test_a_folder_that_cannot_be_made_is_named(out: str, capsys: pytest.CaptureFixture[str]):
+    assert prepare.main(["tiny", "--out", out]) == 2
+    printed = capsys.readouterr().out
+    assert str(Path(out).parent) in printed and "name another folder" in printed
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path):
     with pytest.raises(RuntimeError, match="no luck"):
         prepare.main(["tiny", "--out", str(tmp_path / "tiny"), "--seed", "13"])

@@ -112,8 +112,10 @@ OTHERS = {
     "ep0-ba50-rank0.pt": holding("ep0-ba50-rank0.pt"),
     "v0-20260102-101010": holding("v0-20260102-101010/checkpoint-50/model.safetensors"),
     "step_7": holding("step_7/COMPLETE"),
-    "config.yaml": holding("config.yaml"),
-    "metrics.jsonl": holding("metrics.jsonl"),
+    **{
+        name: holding(name)
+        for name in ("config.yaml", "metrics.jsonl", "ledger.jsonl", "run.json", "owner.json", "identity.json")
+    },
 }
 
 
