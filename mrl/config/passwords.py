@@ -35,7 +35,7 @@ _WORDS = re.compile(
 )
 """A phrase of words."""
 _ALONE = re.compile(r"[ \t]*(?:[\w-]+[ \t]+){0,2}")
-"""What may stand in a line before a name whose value is all the rest."""
+"""Beginning of a line whose rest is a name and its value."""
 MAX_BEFORE = 80
 _MIXED = re.compile(r"\d[A-Za-z]|[A-Za-z]\d|[A-Za-z][!@#$%^&+~]|[!@#$%^&+~][A-Za-z]|[a-z][A-Z]")
 _END = re.compile(r"['\"\x60.!]*[ \t\r]*(?:\n|\Z)")

@@ -161,6 +161,7 @@ MEETS_NO_TEXT = {
     "mrl.envs.mcqa.own_patterns",
     "mrl.envs.mcqa.score",
     "mrl.store.checkpoints.SHARD",
+    "mrl.store.disk._NUMBER",
     "mrl.store.marks.STEP_FOLDER",
     "mrl.store.marks._LEFT",
     "mrl.store.marks._NUMBERED",

@@ -111,7 +111,7 @@ def test_hostile_marks_of_what_was_seen_get_the_page_anew(address: str):
     "target", ["http://[bad]/token/data", "http://[::1/token", "//[", "http://x:99999999/token/", "*"]
 )
 def test_a_target_that_is_no_path_is_answered(address: str, target: str):
-    """As proxies and scanners send them."""
+    """Proxies and scanners send such ones."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=HANG_S) as client:
         client.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
