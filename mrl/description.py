@@ -87,6 +87,15 @@ def _teachers(config: RunConfig) -> str:
     return "\n".join(lines) or "none"
 
 
+def _judges(config: RunConfig) -> str:
+    found = []
+    for name, judge in config.judges.items():
+        engines = judge.num_nodes * config.cluster.slots_per_node // judge.num_workers
+        where = f"on {judge.num_nodes} node{'s' * (judge.num_nodes != 1)} of its own"
+        found.append(f"{name}: {judge.model_name}; {engines} engines of {judge.num_workers} workers, {where}")
+    return "\n".join(found) or "none"
+
+
 def _critic(config: RunConfig) -> str:
     alone = config.ppo.policy_training_start_step
     first = f", alone in the first {alone} steps" if alone else ""
@@ -192,6 +201,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "teacher": _teachers,
     "critic": lambda config: _critic(config) if config.has_critic else "none",
     "engines": _engines,
+    "judges": _judges,
     "batch": _batch,
     "tokens": _tokens,
     "steps": _steps,

@@ -59,7 +59,7 @@ GROUPS = {
     "Algorithms": ("algorithm", "grpo", "ppo", "distillation", "sft", "dpo", "rm", "on_policy_distillation"),
     "Losses and rewards": ("loss_fn", "value_loss_fn", "reward_penalties"),
     "Models": ("policy", "value"),
-    "Data and environments": ("data", "env"),
+    "Data and environments": ("data", "env", "judges"),
     "The run": ("checkpointing", "logger", "cluster", "deadlines", "profiler", "eval"),
 }
 
@@ -205,6 +205,10 @@ def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, st
                 f"As in `policy.{name}`. Defaults from `policy` come from `value`.",
             )
         ]
+    item = get_args(hint)[-1] if get_origin(hint) is dict else None
+    if item is not None and dataclasses.is_dataclass(item):
+        rows = [row for inner in dataclasses.fields(item) for row in _rows(item, inner.name, f"{key}.NAME.")]
+        return [(f"`{key}`", "sections by name", "`{}`", manuals(section)[name]), *rows]
     if below is not None:
         return [row for inner in dataclasses.fields(below) for row in _rows(below, inner.name, f"{key}.")]
     if _default(field) == f"`${{data.default.{name}}}`" and name in fields_of(RowsConfig):

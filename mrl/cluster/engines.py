@@ -112,6 +112,10 @@ class EngineActor:
         """Tells whether the engine can sample now, and its weight version."""
         return self.engine.can_sample, self.engine.weight_version
 
+    def num_answered(self) -> int:
+        """Number of requests of gateways that have been answered."""
+        return self._callers.num_answered
+
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests, steps the engine up to `budget_s`; finished metadata and packed payloads, in one order."""
         return self._thread.do(lambda: self._poll(requests, budget_s))
@@ -251,22 +255,29 @@ class EngineGroup(Actors[EngineVerbs]):
         return self.log_folder / f"engine-{index}.log"
 
     def _start(self, slots: EngineSlots) -> ActorHandle[EngineActor]:
-        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.facts.secrets)
-        log_file, nodes = self._log_file(slots.engine_index), slots.parts(self.placement.node_of)
-        first, *further = (
-            EnginePart(
-                self.placement.options(part[0], engine_variables(self.config, given)),
-                log_file.with_stem(f"{log_file.stem}-node-{node}") if node else log_file,
-                device_ids(part, self.config.cluster.gpus_per_node),
-            )
-            for node, part in enumerate(nodes)
-        )
-        num_callers = CALLERS_PER_GATEWAY * scheduling.num_gateways(self.config) + OTHER_CALLERS
-        options = {**first.options, "concurrency_groups": {CALLERS: num_callers}}
-        actor = start_actor(EngineActor, options, first.log_file, hidden)
-        building = ask(actor, EngineActor.build, self.config, first.device_ids, further)
+        num_gateways = scheduling.num_gateways(self.config)
+        log_file = self._log_file(slots.engine_index)
+        actor, building = start_engine(self.config, self.placement, slots, log_file, num_gateways=num_gateways)
         self._building[self.name(slots.engine_index)] = building
         return actor
+
+
+def start_engine(
+    config: RunConfig, placement: Placement, slots: EngineSlots, log_file: Path, *, num_gateways: int
+) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
+    """Starts an engine of the config's policy on these slots; returns its actor, and the call that builds it."""
+    given, hidden = split_secrets(config.policy.generation.vllm_cfg.env_vars or {}, config.facts.secrets)
+    first, *further = (
+        EnginePart(
+            placement.options(part[0], engine_variables(config, given)),
+            log_file.with_stem(f"{log_file.stem}-node-{node}") if node else log_file,
+            device_ids(part, config.cluster.gpus_per_node),
+        )
+        for node, part in enumerate(slots.parts(placement.node_of))
+    )
+    options = {**first.options, "concurrency_groups": {CALLERS: CALLERS_PER_GATEWAY * num_gateways + OTHER_CALLERS}}
+    actor = start_actor(EngineActor, options, first.log_file, hidden)
+    return actor, ask(actor, EngineActor.build, config, first.device_ids, further)
 
 
 def _sign_of_life(_: object) -> None:

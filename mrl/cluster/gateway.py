@@ -29,8 +29,10 @@ from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
+from mrl.cluster.judges import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
+from mrl.config.judges import judge_run
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig
@@ -44,7 +46,7 @@ from mrl.plan.memory import with_limits
 from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent
 from mrl.rollout.engine_lines import EngineLines
 from mrl.rollout.environment import set_variables, variables_of_children
-from mrl.rollout.gateway import Gateway
+from mrl.rollout.gateway import JUDGES, Gateway
 from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import CHAT_KEY, listen, make_server
 from mrl.rollout.remote import RemoteAgent
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Handles = Sequence["ActorHandle[EngineActor]"]
 GATEWAY = "gateway"
 FIRST_LOG = "gateway.log"
 # The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
@@ -133,11 +136,11 @@ class GatewayActor:
     def __init__(self, config: RunConfig, index: int, num_gateways: int, log_file: Path) -> None:
         start_actor_process(log_file)
         self.config, self.index, self.num_gateways, self.log_file = config, index, num_gateways, log_file
-        self._client, self._lines = (index, secrets.token_hex(8)), list[EngineLine]()
+        self._client, self._lines = (index, secrets.token_hex(8)), dict[Gateway, list[EngineLine]]()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
 
-    def ready(self, port: int | None, api_key: str, engines: Sequence[ActorHandle[EngineActor]]) -> str:
+    def ready(self, port: int | None, api_key: str, engines: Handles, judges: Mapping[str, Handles]) -> str:
         """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
         given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.facts.secrets)
         set_variables({**engine_variables(self.config, given), **hidden})
@@ -146,8 +149,8 @@ class GatewayActor:
             from mrl.rollout.serving import Handlers
 
         # What the config leaves open is as in the engines.
-        served = with_limits(self.config, local_gpu() if self.config.cluster.gpus_per_node else None)
-        handlers, host = Handlers(served.policy), ray.util.get_node_ip_address()
+        gpu = local_gpu() if self.config.cluster.gpus_per_node else None
+        handlers, host = Handlers(with_limits(self.config, gpu).policy), ray.util.get_node_ip_address()
         section = self.config.env
         if port is None and self.index == 0 and section.has_gym_servers:
             port = urlsplit(section.nemo_gym.policy_base_url or "").port  # which servers that run already ask
@@ -155,6 +158,12 @@ class GatewayActor:
         ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
         listener = listen(host, ports)
         url = f"http://{host}:{listener.getsockname()[1]}"
+        of_judges = dict[str, Gateway]()
+        for name, judge in self.config.judges.items():
+            served = Handlers(with_limits(judge_run(self.config, name), gpu).policy)
+            of_judges[name] = Gateway(
+                EngineLines(self.index), served, api_key=api_key, max_model_len=judge.max_model_len, alias=name
+            )
         gateway = Gateway(
             EngineLines(self.index),
             handlers,
@@ -163,30 +172,34 @@ class GatewayActor:
             model=self.config.policy.model_name,
             gym_key=section.nemo_gym.policy_api_key,
             timeout_s=section.agent_timeout_s,
+            judges=of_judges,
         )
         runner = AgentRunner(
             gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=section.should_mask_flagged_samples
         )
         self.runs = AgentRuns(runner)
-        self.set_engines(engines)
+        self.set_engines(engines, judges)
         place = self.index, self.num_gateways
-        starting = started(runner, section, listener, place, log_file=self.log_file)
+        starting = started(runner, self.config, listener, place, log_file=self.log_file)
         self._serving = asyncio.run_coroutine_threadsafe(starting, self.loop).result(start_s(self.config))
         return url
 
-    def set_engines(self, handles: Sequence[ActorHandle[EngineActor]]) -> None:
-        """Sets the engines that answer now."""
-        self.loop.call_soon_threadsafe(self._set_lines, handles)
+    def set_engines(self, handles: Handles, judges: Mapping[str, Handles]) -> None:
+        """Sets the engines that answer now, and those of judges."""
+        gateway = self.runs.runner.gateway
+        self.loop.call_soon_threadsafe(self._set_lines, gateway, handles)
+        for name, of_judge in judges.items():
+            self.loop.call_soon_threadsafe(self._set_lines, gateway.judges[name], of_judge)
 
-    def _set_lines(self, handles: Sequence[ActorHandle[EngineActor]]) -> None:
-        before = dict(enumerate(self._lines))
-        self._lines = [
+    def _set_lines(self, gateway: Gateway, handles: Handles) -> None:
+        before = dict(enumerate(self._lines.get(gateway, ())))
+        self._lines[gateway] = [
             line
             if (line := before.get(index)) is not None and line.handle == handle
             else EngineLine(index, handle, self._client)
             for index, handle in enumerate(handles)
         ]
-        self.runs.runner.gateway.engines.set(self._lines)
+        gateway.engines.set(self._lines[gateway])
 
     def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
         """Begins tasks; returns rollouts ended since the last call: metadata, payload. Waits up to `ANSWER_S` for one.
@@ -215,13 +228,13 @@ def gateways_of_agents(section: EnvConfig, num_gateways: int) -> dict[str, tuple
 
 
 async def started(
-    runner: AgentRunner, section: EnvConfig, listener: socket.socket, place: tuple[int, int], *, log_file: Path
+    runner: AgentRunner, config: RunConfig, listener: socket.socket, place: tuple[int, int], *, log_file: Path
 ) -> asyncio.Task[None]:
     """Serves the runner's gateway, and starts its agents. Apart from the actor, as `AgentRuns` is.
 
     `place` is the gateway's index among so many: each has its processes of functions, the first one NeMo Gym's servers.
     """
-    index, num_gateways = place
+    (index, num_gateways), section = place, config.env
     counts = {name: places.count(index) for name, places in gateways_of_agents(section, num_gateways).items()}
     gateway, address, inherited = runner.gateway, listener.getsockname(), variables_of_children()
     for name, path in section.own.agents.items():
@@ -242,6 +255,7 @@ async def started(
             key=gateway.gym_key,
             host=address[0],
             folder=log_file.parent / "nemo_gym",
+            judges=config.judges,
         )
     await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
     return serving
@@ -250,9 +264,18 @@ async def started(
 class GatewayGroup(Actors[GatewayActor]):
     """The driver's handle on the gateways. `book` carries tasks; a dead one restarts at its address, asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        engines: EngineGroup,
+        judges: Mapping[str, JudgeGroup],
+        *,
+        log_folder: Path,
+    ) -> None:
         super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)
         self.config, self.placement, self.engines, self.log_folder = config, placement, engines, log_folder
+        self.judges = judges
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
         num_gateways = scheduling.num_gateways(config)
@@ -272,6 +295,8 @@ class GatewayGroup(Actors[GatewayActor]):
         self._watching = dict[int, asyncio.Task[None]]()
         self.handles = [self._start(index) for index in range(num_gateways)]
         engines.on_built = self.tell_engines
+        for judge in judges.values():
+            judge.on_change = self.tell_engines
         for index in range(num_gateways):
             in_loop(self.book.begin, index)
             in_loop(self._watch_soon, index)
@@ -284,8 +309,11 @@ class GatewayGroup(Actors[GatewayActor]):
         # Sessions that a client names are those of an engine's address.
         base_urls = [f"{self.urls[index % len(urls)]}/engines/{index}/v1" for index in range(self.engines.num_engines)]
         first, model = f"{self.urls[0]}/v1", self.config.policy.model_name
-        write_endpoints(self.log_folder, Endpoints(base_urls, self.api_key, model, first, self.api_key))
+        judges = {name: f"{self.urls[0]}{JUDGES}/{name}/v1" for name in self.judges}
+        write_endpoints(self.log_folder, Endpoints(base_urls, self.api_key, model, first, self.api_key, judges))
         logger.info("Engines over HTTP: %s; the key stands in %s", ", ".join(base_urls), self.log_folder / FILE_NAME)
+        for name, url in judges.items():
+            logger.info("Judge %s over HTTP: %s", name, url)
         names = [
             *sorted(self.config.env.agents),
             *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else []),
@@ -300,7 +328,10 @@ class GatewayGroup(Actors[GatewayActor]):
     def tell_engines(self) -> None:
         """Tells the gateways which engines there are, as they may have been started again."""
         for handle in self.handles:
-            handle.set_engines.remote(list(self.engines.handles))
+            handle.set_engines.remote(*self._handles())
+
+    def _handles(self) -> tuple[Handles, dict[str, Handles]]:
+        return list(self.engines.handles), {name: list(judge.handles) for name, judge in self.judges.items()}
 
     async def run_agent(
         self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
@@ -389,7 +420,7 @@ class GatewayGroup(Actors[GatewayActor]):
         options = {**self.placement.options(nodes[index % len(nodes)], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(GatewayActor, options, self.config, index, len(self._waiting), self._log_file(index))
         port = int(self.urls[index].rpartition(":")[2]) if self.urls else None
-        self._starting[index] = ask(actor, GatewayActor.ready, port, self.api_key, list(self.engines.handles))
+        self._starting[index] = ask(actor, GatewayActor.ready, port, self.api_key, *self._handles())
         return actor
 
     def _log_file(self, index: int) -> Path:
@@ -431,11 +462,18 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
 
 
 def start_gateways(
-    config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path
+    config: RunConfig,
+    placement: Placement,
+    engines: EngineGroup,
+    judges: Mapping[str, JudgeGroup],
+    *,
+    log_folder: Path,
 ) -> GatewayGroup | None:
-    """The gateways, once the engines are up, if the config names agents or wants them to answer over HTTP."""
+    """The gateways, once the engines are up, if the config names agents or judges, or wants engines to answer HTTP."""
     if not scheduling.num_gateways(config):
         return None
-    gateways = GatewayGroup(config, placement, engines, log_folder=log_folder)
+    for judge in judges.values():
+        judge.wait_until_built()
+    gateways = GatewayGroup(config, placement, engines, judges, log_folder=log_folder)
     gateways.wait_until_built()
     return gateways

@@ -39,6 +39,7 @@ from mrl.cluster.scheduling import (
     engine_slots,
     find_shared_node,
     find_uneven_engine,
+    judge_slots,
     own_slots,
     share_of_cores,
     slot_table,
@@ -312,6 +313,7 @@ class Placement:
         self.engines = engine_slots(config)
         self.own_slots = own_slots(config)
         """Slots of each model with nodes of its own."""
+        self.judges = judge_slots(config)
         bundle = {"CPU": 1.0, "GPU": 1.0} if config.cluster.gpus_per_node else {"CPU": 1.0}
         if not config.cluster.gpus_per_node and SLOT_RESOURCE in ray.cluster_resources():
             # The launcher has given each of its nodes its number of slots; by CPUs alone, Ray would put all of them on
@@ -335,7 +337,8 @@ class Placement:
         ]
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
-        if (engine := find_uneven_engine(self.node_of, self.engines)) is not None:
+        engines = [engine for group in (self.engines, *self.judges.values()) for engine in group]
+        if (engine := find_uneven_engine(self.node_of, engines)) is not None:
             raise RuntimeError(
                 f"Ray put more slots of engine {engine.engine_index} ({engine.slots}) on one node than on another; "
                 "check that every node offers the same number of slots"

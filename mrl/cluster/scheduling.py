@@ -2,8 +2,8 @@
 """Scheduling decisions, without Ray: the load of each slot, and the restarts after a death.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same
-number. Colocated engines share those slots. Then come the slots of teachers with nodes of their own, and of dedicated
-engines.
+number. Colocated engines share those slots. Then come the slots of teachers and judges with nodes of their own, and of
+dedicated engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.cluster.errors import ActorLost, ActorName
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
 
-ENGINE = "engine"
+ENGINE, JUDGE = "engine", "judge"
 # A gateway's loop takes 10 ms for a turn of 30,000 characters: so many agents may think 5 s about each of their turns.
 ROLLOUTS_PER_GATEWAY = 512
 R = TypeVar("R")
@@ -60,7 +60,8 @@ def num_gateways(config: RunConfig) -> int:
     More than there are processes of agents would not share their work. 0: nobody asks over HTTP.
     """
     env, asked = config.env, -(-config.num_rollouts_at_once // ROLLOUTS_PER_GATEWAY)
-    if not config.has_engines or not (env.has_agents or config.policy.generation.vllm_cfg.expose_http_server):
+    is_asked = env.has_agents or config.policy.generation.vllm_cfg.expose_http_server or bool(config.judges)
+    if not config.has_engines or not is_asked:
         return 0
     if not env.remote:
         asked = min(asked, len(env.verifiers) + len(env.own.agents) * (env.own.num_workers or 1))
@@ -68,10 +69,20 @@ def num_gateways(config: RunConfig) -> int:
 
 
 def own_slots(config: RunConfig) -> dict[ModelName, range]:
-    """The slots of each teacher with nodes of its own."""
+    """The slots of each teacher, and of each judge (`judge:NAME`), with nodes of its own."""
     found, first = dict[ModelName, range](), config.num_policy_ranks
-    for model in config.own_nodes:
-        found[model] = range(first, first := first + config.num_ranks_of(model))
+    nodes = config.own_nodes | {f"{JUDGE}:{name}": judge.num_nodes for name, judge in config.judges.items()}
+    for model, number in nodes.items():
+        found[model] = range(first, first := first + number * config.cluster.slots_per_node)
+    return found
+
+
+def judge_slots(config: RunConfig) -> dict[str, tuple[EngineSlots, ...]]:
+    """The slots of the engines of each judge, by its name."""
+    own, found = own_slots(config), dict[str, tuple[EngineSlots, ...]]()
+    for name, judge in config.judges.items():
+        slots, size = own[f"{JUDGE}:{name}"], judge.num_workers
+        found[name] = tuple(EngineSlots(i, tuple(slots[i * size : (i + 1) * size])) for i in range(len(slots) // size))
     return found
 
 

@@ -14,6 +14,7 @@ from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.event_loop import News, tasks_ended
 from mrl.cluster.gateway import start_gateways
+from mrl.cluster.judges import start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
@@ -177,6 +178,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
     """All actors of a run, in the `with` block; policy and engines each loaded the model folder by their own loader."""
     with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
+        judges = start_judges(config, placement, log_folder=log_folder, news=rewards.news)
         models, engines, refit = start_models(
             config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news
         )
@@ -184,7 +186,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
         apart = {model: models.pop(model) for model in config.own_nodes}
         rewards.wait_until_built()
         startup.lap("rewards")
-        gateways = start_gateways(config, placement, engines, log_folder=log_folder)
+        gateways = start_gateways(config, placement, engines, judges, log_folder=log_folder)
         restart = refit.restart_engine
         collector = RolloutCollector(
             config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateways=gateways
@@ -206,6 +208,7 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
     """Engines and rewards alone, in the `with` block; engines sample from the model's weights as `weight_version`."""
     with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
+        judges = start_judges(config, placement, log_folder=log_folder, news=rewards.news)
         engines = EngineGroup(config, placement, log_folder=log_folder, news=rewards.news)
         engines.wait_until_built()
         rewards.wait_until_built()
@@ -219,7 +222,7 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
             engines.serve_again(index)
 
         serve(range(engines.num_engines))
-        gateways = start_gateways(config, placement, engines, log_folder=log_folder)
+        gateways = start_gateways(config, placement, engines, judges, log_folder=log_folder)
         yield RolloutCollector(
             config, engines, rewards, seed=config.eval.seed, restart_engine=restart, gateways=gateways
         )

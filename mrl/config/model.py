@@ -154,6 +154,13 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
                     raise ValueError(f"{prefix_of(model)}{key}={error}") from error
         config = with_section(config, model, section)
     with suppress(NotKnown):
+        for name, judge in config.judges.items():
+            try:
+                folder = str(folder_of(judge.model_name) or judge.model_name)
+            except ValueError as error:
+                raise ValueError(f"judges.{name}.model_name={error}") from error
+            config = with_judge(config, name, folder)
+    with suppress(NotKnown):
         if config.has_engines and value_at(config, TOOL_PARSER) is None:
             config = with_value(config, TOOL_PARSER, tool_parser_of(config))
     return config
@@ -161,11 +168,22 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
 
 def download_weights(config: RunConfig) -> None:
     """Downloads the weights of Hub models that the local cache lacks. ValueError names the key."""
-    for model, section in config.sections.items():
+    for key, model in named_models(config).items():
         try:
-            model_folder(section.model_name)
+            model_folder(model)
         except ValueError as error:
-            raise ValueError(f"{prefix_of(model)}model_name={error}") from error
+            raise ValueError(f"{key}={error}") from error
+
+
+def named_models(config: RunConfig) -> dict[str, str]:
+    """Folder or Hub id of each model of the run, by its key as messages write it."""
+    found = {f"{prefix_of(model)}model_name": section.model_name for model, section in config.sections.items()}
+    return found | {f"judges.{name}.model_name": judge.model_name for name, judge in config.judges.items()}
+
+
+def with_judge(config: RunConfig, name: str, folder: str) -> RunConfig:
+    """A copy of the config with another folder for a judge."""
+    return with_value(config, "judges", {**config.judges, name: replace(config.judges[name], model_name=folder)})
 
 
 def find_missing_weights(config: RunConfig) -> list[Problem]:
@@ -174,8 +192,7 @@ def find_missing_weights(config: RunConfig) -> list[Problem]:
     `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
     """
     found: dict[Path, Problem] = {}
-    for model, section in config.sections.items():
-        name = section.model_name
+    for key, name in named_models(config).items():
         folder, reason = Path(name), "give a folder that has them"
         if is_hub_id(name):
             folder, reason = (
@@ -189,7 +206,7 @@ def find_missing_weights(config: RunConfig) -> list[Problem]:
         except ValueError as error:
             missing = [str(error).removeprefix(f"{folder}: ")]
         if missing:
-            key, rule = f"{prefix_of(model)}model_name", f"the weights are not all here ({missing[0]})"
+            rule = f"the weights are not all here ({missing[0]})"
             found[folder] = Problem("weights/missing", key, name, rule, reason, "to be provided")
     return list(found.values())
 
@@ -197,8 +214,8 @@ def find_missing_weights(config: RunConfig) -> list[Problem]:
 def find_wrong_weights(config: RunConfig) -> list[Problem]:
     """A problem for each model whose weights do not fit its config.json, by the headers of their files."""
     found: dict[Path, Problem] = {}
-    for model, section in config.sections.items():
-        folder = Path(section.model_name)
+    for key, name in named_models(config).items():
+        folder = Path(name)
         try:
             if folder in found or not all(path.exists() for path in weight_files(folder)):
                 continue
@@ -209,7 +226,7 @@ def find_wrong_weights(config: RunConfig) -> list[Problem]:
             check_hf(folder)
         except ValueError as error:
             rule, _, way_out = str(error).partition("; ")
-            found[folder] = Problem("weights/wrong", f"{prefix_of(model)}model_name", str(folder), rule, way_out)
+            found[folder] = Problem("weights/wrong", key, name, rule, way_out)
     return list(found.values())
 
 

@@ -221,6 +221,11 @@ class _Reader:
                 self.values[dotted] = None
                 continue
             try:
+                if (item := child.of_dict) and item.section and isinstance(written, dict):
+                    self.values[dotted] = {
+                        key: self._item(item, f"{dotted}.{key}", one) for key, one in written.items()
+                    }
+                    continue
                 value = self._tree.value(dotted)
                 if (item := child.of_list) and item.section and isinstance(value, list):
                     self.values[dotted] = [
@@ -337,11 +342,11 @@ def _put(content: dict[str, Any], key: Key, value: object) -> None:
     """Puts a value at a key of nested mappings. A section that was null, or that a list item begins, has defaults."""
     node: SchemaNode | None = SCHEMA
     for name in key[:-1]:
-        node = node and node.children.get(name)
+        node = node and (node.children.get(name) or node.of_dict)
         if not isinstance(content.get(name), dict):
             content[name] = _defaults(node)
         content = content[name]
-    node = node and node.children.get(key[-1])
+    node = node and (node.children.get(key[-1]) or node.of_dict)
     if value == {}:
         if isinstance(content.get(key[-1]), dict):
             return

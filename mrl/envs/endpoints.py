@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mrl import env
@@ -15,13 +15,18 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """A run's engine addresses (`http://HOST:PORT/v1` each), the run's key, the model name, optional in requests."""
+    """Addresses of a run's engines and judges (`http://HOST:PORT/...v1` each), and the key to all of them.
+
+    A request may name the model, or leave it out.
+    """
 
     base_urls: list[str]
     api_key: str
     model: str
     gateway_url: str = ""
     gateway_key: str = ""
+    judges: dict[str, str] = field(default_factory=dict)
+    """Address of each judge of section `judges`, by its name."""
 
     def base_url(self, session_id: str) -> str:
         """The engine of a session: the same one for all its requests, sessions spread evenly."""

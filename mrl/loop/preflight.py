@@ -18,6 +18,7 @@ from mrl.config.model import (
     overridden_folder,
     read_model,
     with_cached_folders,
+    with_judge,
     with_local_folders,
     with_section,
     with_value,
@@ -79,6 +80,8 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     for model, section in local.sections.items():
         folder = overridden_folder(Path(section.model_name), overrides[model], beside=beside)
         local = with_section(local, model, with_value(section, "model_name", str(folder)))
+    for name, judge in local.judges.items():
+        local = with_judge(local, name, str(overridden_folder(Path(judge.model_name), {}, beside=beside)))
     if (root := env.cache_root()) is not None:
         open_cache(root)
     return local

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
+from mrl.config.judges import judge_run
 from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
 from mrl.config.schema.generation import EngineLimits
@@ -116,6 +117,22 @@ def with_limits(config: RunConfig, gpu: Gpu | None) -> RunConfig:
         config = with_value(config, "policy.generation.vllm_cfg.gpu_memory_utilization", engine.share)
     config = with_value(config, "policy.generation.vllm_cfg.max_num_seqs", limits.num_seqs)
     return with_value(config, "policy.generation.vllm_cfg.max_num_batched_tokens", limits.num_tokens)
+
+
+def judge_memory(config: RunConfig, gpu: Gpu) -> dict[str, EngineMemory]:
+    """Memory of an engine worker of each judge, by the judge's name."""
+    runs = {name: judge_run(config, name) for name in config.judges} if config.has_engines else {}
+    return {name: engine_memory(run, read_model(run), gpu) for name, run in runs.items()}
+
+
+def judges_misfit(config: RunConfig, gpu: Gpu) -> str | None:
+    """Description of judges whose engines cannot hold one question; None if there are none."""
+    found = [
+        f"judge {name} has no cache for one question of judges.{name}.max_model_len={config.judges[name].max_model_len}"
+        for name, memory in judge_memory(config, gpu).items()
+        if memory.concurrency(config.judges[name].max_model_len) < 1
+    ]
+    return "; ".join(found) or None
 
 
 def describe_limits(config: RunConfig, gpu: Gpu | None) -> str:

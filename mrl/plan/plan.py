@@ -30,6 +30,8 @@ from mrl.plan.memory import (
     disk_bytes,
     engine_memory,
     host_memory,
+    judge_memory,
+    judges_misfit,
     least_parts,
     least_peak,
     memory_apart,
@@ -93,6 +95,7 @@ def make_plan(
     model = read_model(config)
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     worst, misfit = worst_rank(config, model, gpu)
+    misfit = "; ".join(filter(None, [misfit, judges_misfit(config, gpu)])) or None
     refit = plan_refit(config, model) if config.has_engines else None
     times = step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
     host = fullest_host(config, model)
@@ -140,6 +143,8 @@ def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = N
     model = read_model(config)
     if gpu is not None:
         _check_gpu(config, model, gpu)
+    if gpu is not None and (lacking := judges_misfit(config, gpu)):
+        raise ValueError(f"{lacking}; raise its tensor_parallel_size or gpu_memory_utilization, or lower that")
     if lacking := find_host_misfit(fullest_host(config, model), node_memory):
         raise ValueError(f"cluster.num_nodes={config.cluster.num_nodes}: {lacking}")
     if gpu is None:
@@ -232,8 +237,15 @@ def describe(plan: Plan) -> list[str]:
             f"The {name}, on {config.num_ranks_of(name)} GPUs of its own, GiB: {sum(parts.values()) / GIB:.1f}  "
             f"{spell_parts(parts)}{mark}"
         )
+    for name, engine in judge_memory(config, gpu).items():
+        judge = config.judges[name]
+        number = judge.num_nodes * config.cluster.slots_per_node // judge.num_workers
+        lines.append(f"Judge {name}, {number} engines on {judge.num_nodes} nodes of its own:")
+        lines += [f"  {line}" for line in _engine_lines(gpu, engine, judge.gpu_memory_utilization, judge.max_model_len)]
     if plan.engine:
-        lines += [*_engine_lines(plan, plan.engine), describe_engine_start(config, plan.engine.limits.num_seqs)]
+        vllm, length = config.policy.generation.vllm_cfg, config.policy.max_total_sequence_length
+        of_engine = _engine_lines(gpu, plan.engine, vllm.gpu_memory_utilization, length)
+        lines += [*of_engine, describe_engine_start(config, plan.engine.limits.num_seqs)]
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
     lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
     saved, (disk, kept) = sum(saved_bytes(config, plan.model).values()), disk_bytes(config, plan.model)
@@ -265,13 +277,11 @@ _LINKS: tuple[tuple[Link, str], ...] = (
 )
 
 
-def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
-    config, length = plan.config, plan.config.policy.max_total_sequence_length
-    vllm = config.policy.generation.vllm_cfg
-    fits, asked = engine.concurrency(length), vllm.gpu_memory_utilization
+def _engine_lines(gpu: Gpu, engine: EngineMemory, asked: float, length: int) -> list[str]:
+    fits = engine.concurrency(length)
     less = f" (not {asked:g}, as the policy's weights are there, too)" if engine.share < asked else ""
     return [
-        f"Engine worker, GiB: {engine.share * plan.gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, "
+        f"Engine worker, GiB: {engine.share * gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, "
         f"activations {engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache "
         f"{engine.cache / GIB:.1f}",
         f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; "
@@ -315,6 +325,7 @@ def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
         "checkpoint_bytes": sum(saved_bytes(plan.config, plan.model).values()),
         "disk_bytes": disk_bytes(plan.config, plan.model)[0],
         "cache_bytes": cache_bytes(plan.model),
+        "judges": {name: dataclasses.asdict(engine) for name, engine in judge_memory(plan.config, plan.gpu).items()},
         "refit": dataclasses.asdict(plan.refit) if plan.refit else None,
         "times": {name: dataclasses.asdict(phase) for name, phase in plan.times.phases.items()},
         "mean_tokens": plan.times.mean_tokens,

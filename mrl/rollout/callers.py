@@ -157,6 +157,8 @@ class RemoteCallers:
         """`wake` makes the owner step the engine."""
         self._callers, self._wake = callers, wake
         self._clients: dict[int, _Owed] = {}
+        self.num_answered = 0
+        """Answers since the start."""
 
     def ask(self, client: Client, questions: Sequence[Sent], withdrawn: Sequence[str]) -> None:
         """Queues questions, drops those `withdrawn`, and those of an earlier client in its place, which has died."""
@@ -172,6 +174,7 @@ class RemoteCallers:
 
             def answer(answered: Answered | Exception, question_id: str = question_id) -> None:
                 ids.discard(question_id)
+                self.num_answered += 1
                 # Another process may not be able to read an error of vLLM's.
                 is_refused = isinstance(answered, Exception)
                 answers.put((question_id, ValueError(str(answered)) if is_refused else answered))

@@ -3,8 +3,8 @@
 
 `/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled.
 `/gym/v1/...` answers NeMo Gym's servers, which have no sessions, and leaves receipts. `/v1/...`, with the run's key,
-asks any engine, and `/engines/INDEX/v1/...` that one. While no engine answers, requests wait. Everything here is in one
-event loop.
+asks any engine, and `/engines/INDEX/v1/...` that one. `/judges/NAME/v1/...`, with the run's key or that of NeMo Gym's
+servers, asks a judge. While no engine answers, requests wait. Everything here is in one event loop.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.rollout.agent_session import AgentSession, NamedSessions, SampledReply
@@ -42,6 +43,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZE = ("/tokenize", "/v1/tokenize")
 GYM = GYM_PATH.removesuffix("/v1")
 ONE_ENGINE = "/engines/{index:int}"
+JUDGES = "/judges"
 SESSION_HEADER = "X-Session-ID"
 """Names the session that a request belongs to, as the field `session_id` does."""
 MAX_SESSION_ID = 256
@@ -84,22 +86,25 @@ class Gateway:
         api_key: str,
         max_model_len: int,
         model: str = MODEL,
+        alias: str = MODEL,
         gym_key: str | None = None,
         timeout_s: float = math.inf,
+        judges: Mapping[str, Gateway] = MappingProxyType({}),
     ) -> None:
-        """`model` is the name for those who ask one engine. `gym_key` is that of NeMo Gym's servers; None = the run's.
+        """`model` is the name for those who ask one engine, `alias` for others; `gym_key` that of NeMo Gym's servers.
 
-        A rollout takes at most `timeout_s` seconds.
+        Without it they have the run's. A rollout takes at most `timeout_s` seconds.
         """
         self.engines, self.handlers = engines, handlers
         self.api_key = api_key
         """The run's."""
-        self.model = model
+        self.model, self.alias, self.judges = model, alias, judges
         self.gym_key = gym_key or api_key
         self.receipts = Receipts(timeout_s)
         """Receipts of answers to NeMo Gym's servers."""
         self.max_model_len = max_model_len
-        self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * max_model_len
+        longest = max(max_model_len, *(judge.max_model_len for judge in judges.values()))
+        self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * longest
         self.num_answered = 0
         """Requests of sessions, since the start."""
         self._sessions: dict[str, AgentSession] = {}
@@ -124,10 +129,9 @@ class Gateway:
     def has_key(self, path: str, authorization: bytes) -> bool:
         """True when a request shows the key of its session, or of the run."""
         session = self._sessions.get(path.split("/")[2]) if path.startswith("/sessions/") else None
-        keys = [
-            self.gym_key if path.startswith(f"{GYM}/") else self.api_key,
-            *([session.key] if session is not None else []),
-        ]
+        is_gym, is_judge = path.startswith(f"{GYM}/"), path.startswith(f"{JUDGES}/")
+        keys = [self.gym_key] * (is_gym or is_judge) + [self.api_key] * (not is_gym)
+        keys += [session.key] if session is not None else []
         return any([secrets.compare_digest(authorization, b"Bearer " + key.encode()) for key in keys])
 
     def app(self) -> Starlette:
@@ -147,6 +151,7 @@ class Gateway:
             routes += [Route(named, self._describe_named), Route(named, self._forget_named, methods=["DELETE"])]
         routes += [Route(ONE_ENGINE + OPEN_PATH, self._engine_health)]
         routes += [Route(inside, self._describe), Route(OPEN_PATH, self._health)]
+        routes += [Mount(f"{JUDGES}/{name}", judge.app()) for name, judge in self.judges.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
 
     async def _answer_any(self, request: Request) -> Response:
@@ -200,7 +205,7 @@ class Gateway:
         return JSONResponse(await self.handlers.tokenize(body))
 
     async def _models(self, request: Request) -> Response:
-        name = self.model if "index" in request.path_params else MODEL
+        name = self.model if "index" in request.path_params else self.alias
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "mrl"}]}
         )

@@ -14,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.config.schema.env import NemoGymConfig
+from mrl.config.schema.judges import JudgeConfig
 from mrl.config.texts import rounded
 from mrl.rollout.environment import variables_of_children
-from mrl.rollout.gateway import MODEL
+from mrl.rollout.gateway import JUDGES, MODEL
 from mrl.rollout.gym import GymServers
 from mrl.rollout.remote import until_readable
 
@@ -33,24 +35,59 @@ succeeds.
 """
 NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables of this Python, which the servers must not inherit; those of this Ray neither."""
+OF_OWN_VLLM = ("vllm_serve_kwargs", "vllm_serve_env_vars", "ray_worker_py_executable", "hf_home", "debug")
+"""Options of model servers that start vLLM themselves."""
 # As NeMo RL gives them (nemo_rl/environments/nemo_gym.py): Gym's own defaults let few rollouts run at once.
 CONNECTIONS = {"global_aiohttp_connector_limit": 65_536, "global_aiohttp_connector_limit_per_host": 16_384}
 
 
-def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, head_port: int) -> dict[str, object]:
-    """Settings that NeMo Gym reads: the user's own keys, where the model is, and where its head server is to be."""
+def gym_config(
+    section: NemoGymConfig,
+    *,
+    gateway_url: str,
+    key: str,
+    host: str,
+    head_port: int,
+    judges: Mapping[str, JudgeConfig] = MappingProxyType({}),
+) -> dict[str, object]:
+    """Settings that NeMo Gym reads: the user's own keys, where models are, and where its head server is to be."""
     asks = {"policy_base_url": gateway_url + GYM_PATH, "policy_api_key": key, "policy_model_name": MODEL}
     # Servers of several hosts find each other by a real address.
     return {
         "default_host": host,
         **CONNECTIONS,
         **section.servers,
+        **{
+            name: judge_server(section.servers.get(name), judge, f"{gateway_url}{JUDGES}/{name}/v1", key, name)
+            for name, judge in judges.items()
+        },
         **asks,
         "head_server": {"host": host, "port": head_port},
     }
 
 
-async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
+def judge_server(given: object, judge: JudgeConfig, url: str, key: str, name: str) -> dict[str, object]:
+    """A model server of NeMo Gym's that asks a judge of the run, of the kind that the config gives it.
+
+    One that would start vLLM itself becomes `vllm_model`, which asks an address.
+    """
+    kinds = given.get("responses_api_models") if isinstance(given, Mapping) else None
+    kind, options = next(iter(kinds.items())) if kinds else ("vllm_model", {})
+    kept = {option: value for option, value in (options or {}).items() if option not in OF_OWN_VLLM}
+    defaults = {"return_token_id_information": False, "uses_reasoning_parser": judge.reasoning_parser is not None}
+    asks = {"entrypoint": "app.py", "base_url": url, "api_key": key, "model": name}
+    return {"responses_api_models": {kind.replace("local_vllm_model", "vllm_model"): defaults | kept | asks}}
+
+
+async def reach_gym(
+    section: NemoGymConfig,
+    *,
+    gateway_url: str,
+    key: str,
+    host: str,
+    folder: Path,
+    judges: Mapping[str, JudgeConfig] = MappingProxyType({}),
+) -> GymServers:
     """NeMo Gym's servers, started if so configured; `host`: this machine. RuntimeError: they do not start or answer."""
     if not section.command:
         servers = GymServers(f"http://{section.head_server.host}:{section.head_server.port}")
@@ -59,7 +96,7 @@ async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host:
     with socket.create_server((host, 0)) as free:
         head_port = free.getsockname()[1]
     servers = GymServers(f"http://{host}:{head_port}")
-    config = gym_config(section, gateway_url=gateway_url, key=key, host=host, head_port=head_port)
+    config = gym_config(section, gateway_url=gateway_url, key=key, host=host, head_port=head_port, judges=judges)
     servers.process = process = GymProcess(section, config, servers, folder=folder)
     await process.start()
     return servers

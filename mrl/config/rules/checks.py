@@ -17,7 +17,7 @@ from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import ModelSizes, is_hub_id, read_model, way_to_prepare
 from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
+from mrl.config.rules import algorithms, data, judges, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -201,8 +201,12 @@ ROLLOUT_RULES: dict[str, Check] = {
     "critic": models.check_critic,
     "HTTP server": layout.check_servers,
     "formats of tool calls and thoughts": check_formats,
+    "judges": judges.check_judges,
 }
-SUPERVISED_RULES: dict[str, Check] = {"supervised training": algorithms.check_supervised}
+SUPERVISED_RULES: dict[str, Check] = {
+    "supervised training": algorithms.check_supervised,
+    "judges": judges.check_no_judges,
+}
 EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}
 MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_layout,

@@ -37,7 +37,8 @@ _RESOURCES = f"{_GENERATION}.colocated.resources"
 def check_cluster(config: RunConfig, problems: Problems) -> None:
     """Checks that the cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
     at = problems.at
-    if _misses_dedicated(config, problems) or (config.own_nodes and _misses_nodes(config, problems)):
+    has_own = bool(config.own_nodes or config.judges)
+    if _misses_dedicated(config, problems) or (has_own and _misses_nodes(config, problems)):
         return
     cluster, ranks, own = config.cluster, config.num_ranks_of(problems.model), config.own_nodes.get(problems.model)
     slot_key = "cluster.gpus_per_node" if cluster.gpus_per_node else "cluster.cpu_units_per_node"
@@ -45,7 +46,9 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     if own is not None:
         slots = f"{own} of its own nodes x {slot_key}={cluster.slots_per_node}"
     elif ranks < cluster.num_slots:
-        taken = {"dedicated engines": config.num_dedicated_slots, "teachers": config.num_own_slots}
+        of_judges = config.num_judge_nodes * cluster.slots_per_node
+        taken = {"dedicated engines": config.num_dedicated_slots, "teachers": config.num_own_slots - of_judges}
+        taken["judges"] = of_judges
         if not cluster.gpus_per_node:
             del taken["dedicated engines"]
         slots += "".join(f" less {number} of {what}" for what, number in taken.items() if number)
@@ -64,11 +67,11 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
         way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}"
         problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
     if config.has_engines:
-        _check_engine_slots(config, problems)
+        check_engine_slots(config, problems)
 
 
 def _misses_nodes(config: RunConfig, problems: Problems) -> bool:
-    """Checks the nodes that teachers have to themselves: whole ones, which leave some to the policy."""
+    """Checks the nodes that teachers and judges have to themselves: whole ones, which leave some to the policy."""
     cluster, own = config.cluster, config.own_nodes
     teaching, key = config.teaching, "distillation.teacher_nodes"
     if teaching is not None:
@@ -85,16 +88,19 @@ def _misses_nodes(config: RunConfig, problems: Problems) -> bool:
             if wrong:
                 return True
     of_engines = config.num_dedicated_slots // cluster.slots_per_node if cluster.gpus_per_node else 0
-    if (taken := sum(own.values()) + of_engines) >= cluster.num_nodes:
-        also = f" and {of_engines} of dedicated engines" if of_engines else ""
-        rule = (
-            f"{sum(own.values())} nodes of teachers{also} leave the policy none of cluster.num_nodes="
-            f"{cluster.num_nodes}"
+    taken = {"teachers": sum(own.values()), "judges": config.num_judge_nodes, "dedicated engines": of_engines}
+    if not own:
+        key = f"judges.{next(iter(config.judges))}.num_nodes"
+    if sum(taken.values()) >= cluster.num_nodes:
+        told = " and ".join(f"{number} of {what}" for what, number in taken.items() if number).replace(
+            " ", " nodes ", 1
         )
-        problems.add(key, rule, f"raise cluster.num_nodes above {taken}, or let teachers share the policy's nodes")
+        rule = f"{told} leave the policy none of cluster.num_nodes={cluster.num_nodes}"
+        fewer = ", or let teachers share the policy's nodes" if own else ""
+        problems.add(key, rule, f"raise cluster.num_nodes above {sum(taken.values())}{fewer}")
         return True
     if not cluster.gpus_per_node and config.num_dedicated_slots:
-        rule = "on hosts without GPUs dedicated engines add slots to nodes, which teachers would have to share"
+        rule = "on hosts without GPUs dedicated engines add slots to nodes, which these would have to share"
         problems.add(key, rule, "set policy.generation.colocated.enabled=true")
         return True
     return False
@@ -106,7 +112,8 @@ def _slot_keys(config: RunConfig) -> list[str]:
     return ["cluster.gpus_per_node", "cluster.cpu_units_per_node", *resources]
 
 
-def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
+def check_engine_slots(config: RunConfig, problems: Problems) -> None:
+    """Checks that nodes hold whole engines, or engines whole nodes, and that the engines' groups can be."""
     cluster = config.cluster
     vllm = config.policy.generation.vllm_cfg
     tp, ep, pp = vllm.tensor_parallel_size, vllm.expert_parallel_size, vllm.pipeline_parallel_size

@@ -20,7 +20,7 @@ LIKE_POLICY = ("value", "teacher")
 
 def section_of(hint: object) -> type | None:
     """The section class of a field's type, through `| None`; None for a plain value."""
-    candidates = getattr(hint, "__args__", (hint,))
+    candidates = (hint,) if get_origin(hint) in (list, dict) else getattr(hint, "__args__", (hint,))
     return next((kind for kind in candidates if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 

@@ -26,6 +26,7 @@ from mrl.config.schema.algo import (
 from mrl.config.schema.data import DataConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.generation import EngineLimits
+from mrl.config.schema.judges import JudgeConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
@@ -196,6 +197,8 @@ class RunConfig:
     teacher: PolicyConfig | None = None
     """The model that the policy learns from in distillation. It has the keys of `policy`; keys that it leaves out,
     except model_name and tokenizer, have that section's value. Parallel sizes may differ."""
+    judges: dict[str, JudgeConfig] = field(default_factory=dict)
+    """Models that rewards, agents and NeMo Gym's servers ask by name (docs/environments.md)."""
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -406,8 +409,13 @@ class RunConfig:
 
     @property
     def num_own_slots(self) -> int:
-        """Slots of teachers with nodes of their own; they follow the policy's."""
-        return sum(self.own_nodes.values()) * self.cluster.slots_per_node
+        """Slots of teachers and judges with nodes of their own; they follow the policy's."""
+        return (sum(self.own_nodes.values()) + self.num_judge_nodes) * self.cluster.slots_per_node
+
+    @property
+    def num_judge_nodes(self) -> int:
+        """Nodes of all judges."""
+        return sum(judge.num_nodes for judge in self.judges.values())
 
     @property
     def num_slots(self) -> int:
