@@ -206,7 +206,7 @@ def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, st
             )
         ]
     item = get_args(hint)[-1] if get_origin(hint) is dict else None
-    if item is not None and dataclasses.is_dataclass(item):
+    if isinstance(item, type) and dataclasses.is_dataclass(item):
         rows = [row for inner in dataclasses.fields(item) for row in _rows(item, inner.name, f"{key}.NAME.")]
         return [(f"`{key}`", "sections by name", "`{}`", manuals(section)[name]), *rows]
     if below is not None:

@@ -19,6 +19,7 @@ from mrl import numa
 from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import importing, own_temporary_folder, start_actor_process
 from mrl.cluster.policies import hold_port
+from mrl.cluster.scheduling import num_gateways
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.environment import EngineNodes
@@ -111,7 +112,5 @@ def engine_settings(config: RunConfig) -> dict:
         config=generation,
         seed=config.rollouts.seed,
         keeps_routes=config.policy.router_replay.enabled,
-        tokenizer=config.policy.tokenizer.name
-        if generation.stop_strings or generation.vllm_cfg.expose_http_server
-        else None,
+        tokenizer=config.policy.tokenizer.name if generation.stop_strings or num_gateways(config) else None,
     )

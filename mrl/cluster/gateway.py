@@ -29,10 +29,10 @@ from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
-from mrl.cluster.judges import JudgeGroup
+from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
-from mrl.config.judges import judge_run
+from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig

@@ -32,6 +32,7 @@ from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
+from mrl.cluster.scheduling import num_gateways
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
@@ -187,8 +188,7 @@ class RewardActor:
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
-        has_servers = config.policy.generation.vllm_cfg.expose_http_server
-        self.judging = Judge(config, log_file.parent / FILE_NAME if has_servers else None)
+        self.judging = Judge(config, log_file.parent / FILE_NAME if num_gateways(config) else None)
         self.loop = asyncio.new_event_loop()
         # The kernel kills the children when this thread ends.
         threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True).start()

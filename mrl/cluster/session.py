@@ -14,7 +14,7 @@ from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.event_loop import News, tasks_ended
 from mrl.cluster.gateway import start_gateways
-from mrl.cluster.judges import start_judges
+from mrl.cluster.judge_engines import start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards

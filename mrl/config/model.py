@@ -39,6 +39,7 @@ from conversion.files.hf_folder import (
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, Problem, prefix_of, spell, value_at
+from mrl.config.judge_runs import named_models, with_judge_folders
 from mrl.config.parsers import TOOL_PARSER, tool_parser_of
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
@@ -154,12 +155,7 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
                     raise ValueError(f"{prefix_of(model)}{key}={error}") from error
         config = with_section(config, model, section)
     with suppress(NotKnown):
-        for name, judge in config.judges.items():
-            try:
-                folder = str(folder_of(judge.model_name) or judge.model_name)
-            except ValueError as error:
-                raise ValueError(f"judges.{name}.model_name={error}") from error
-            config = with_judge(config, name, folder)
+        config = with_judge_folders(config, folder_of)
     with suppress(NotKnown):
         if config.has_engines and value_at(config, TOOL_PARSER) is None:
             config = with_value(config, TOOL_PARSER, tool_parser_of(config))
@@ -173,17 +169,6 @@ def download_weights(config: RunConfig) -> None:
             model_folder(model)
         except ValueError as error:
             raise ValueError(f"{key}={error}") from error
-
-
-def named_models(config: RunConfig) -> dict[str, str]:
-    """Folder or Hub id of each model of the run, by its key as messages write it."""
-    found = {f"{prefix_of(model)}model_name": section.model_name for model, section in config.sections.items()}
-    return found | {f"judges.{name}.model_name": judge.model_name for name, judge in config.judges.items()}
-
-
-def with_judge(config: RunConfig, name: str, folder: str) -> RunConfig:
-    """A copy of the config with another folder for a judge."""
-    return with_value(config, "judges", {**config.judges, name: replace(config.judges[name], model_name=folder)})
 
 
 def find_missing_weights(config: RunConfig) -> list[Problem]:

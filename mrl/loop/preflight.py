@@ -10,6 +10,7 @@ from conversion.cache import open_cache
 from mrl import env
 from mrl.cluster.daemons import obstacles_of
 from mrl.config.errors import ConfigError
+from mrl.config.judge_runs import with_judge_folders
 from mrl.config.model import (
     download_weights,
     find_missing_weights,
@@ -18,7 +19,6 @@ from mrl.config.model import (
     overridden_folder,
     read_model,
     with_cached_folders,
-    with_judge,
     with_local_folders,
     with_section,
     with_value,
@@ -80,8 +80,7 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     for model, section in local.sections.items():
         folder = overridden_folder(Path(section.model_name), overrides[model], beside=beside)
         local = with_section(local, model, with_value(section, "model_name", str(folder)))
-    for name, judge in local.judges.items():
-        local = with_judge(local, name, str(overridden_folder(Path(judge.model_name), {}, beside=beside)))
+    local = with_judge_folders(local, lambda name: overridden_folder(Path(name), {}, beside=beside))
     if (root := env.cache_root()) is not None:
         open_cache(root)
     return local

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
-from mrl.config.judges import judge_run
+from mrl.config.judge_runs import judge_run
 from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
 from mrl.config.schema.generation import EngineLimits

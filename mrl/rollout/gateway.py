@@ -103,7 +103,7 @@ class Gateway:
         self.receipts = Receipts(timeout_s)
         """Receipts of answers to NeMo Gym's servers."""
         self.max_model_len = max_model_len
-        longest = max(max_model_len, *(judge.max_model_len for judge in judges.values()))
+        longest = max([max_model_len, *(judge.max_model_len for judge in judges.values())])
         self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * longest
         self.num_answered = 0
         """Requests of sessions, since the start."""

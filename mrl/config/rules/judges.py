@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from mrl.config.errors import Problems
-from mrl.config.judges import judge_run
+from mrl.config.judge_runs import judge_run
 from mrl.config.passthrough import check_arguments
 from mrl.config.rules import layout, models
 from mrl.config.schema.run import RunConfig

@@ -453,7 +453,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
 def check_servers(config: RunConfig, problems: Problems) -> None:
     """Checks that the gateway, if there is one, finds its parsers and ports."""
     generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
-    if not vllm.expose_http_server:
+    if not (vllm.expose_http_server or config.judges):
         return
     chat, prefix = vllm.http_server_serving_chat_kwargs, f"{_ENGINE}.http_server_serving_chat_kwargs"
     parsers: tuple[tuple[Library, str | None, str | None], ...] = (

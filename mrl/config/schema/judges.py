@@ -20,11 +20,11 @@ class JudgeConfig:
     precision: Precision = follows("policy.precision")
     """Type of its weights."""
     tensor_parallel_size: Positive = 1
-    """As `policy.generation.vllm_cfg.tensor_parallel_size`."""
+    """TP of an engine, which takes a part of a node, or whole nodes."""
     pipeline_parallel_size: Positive = 1
-    """As `policy.generation.vllm_cfg.pipeline_parallel_size`."""
+    """Pipeline stages of an engine."""
     expert_parallel_size: Positive = 1
-    """As `policy.generation.vllm_cfg.expert_parallel_size`."""
+    """Workers over which whole experts are spread: see `policy.generation.vllm_cfg.expert_parallel_size`."""
     max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest question plus answer, in tokens."""
     max_num_seqs: Positive | None = None
@@ -40,7 +40,7 @@ class JudgeConfig:
     reasoning_parser: str | None = None
     """vLLM's name of a parser of its thoughts; null = they stay in the text."""
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """As `policy.generation.vllm_kwargs`."""
+    """Further arguments of vLLM: see `policy.generation.vllm_kwargs`."""
 
     @property
     def num_workers(self) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mrl.config.load import load_config
@@ -11,16 +13,20 @@ from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.memory import (
+    ENGINE_CONTEXT,
     cache_bytes,
     disk_bytes,
     engine_memory,
     host_memory,
+    judge_memory,
+    judges_misfit,
     memory_apart,
     rank_memory,
     saved_bytes,
     stage_states,
     work_of,
 )
+from mrl.plan.plan import describe, make_plan
 from tests.unit.plan.test_plan import H100, hf_config
 
 
@@ -112,6 +118,24 @@ def test_a_teacher_with_nodes_of_its_own_takes_none_of_the_policys(folders: dict
     assert sum(parts.values()) > parts["weights"] and memory_apart(alone, plain) == {}
     host, host_alone = (host_memory(*given, stage_states(*given, 0)) for given in ((config, model), (alone, plain)))
     assert "weights of the teacher" not in host and host.keys() == host_alone.keys()
+
+
+def test_a_judge_is_counted_on_nodes_of_its_own(folders: dict[str, str]):
+    name = folders["qwen"].partition("=")[2]
+    judge = [f"judges.fair.model_name={name}", "judges.fair.num_nodes=4", "judges.fair.tensor_parallel_size=4"]
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
+    nodes = f"cluster.num_nodes={alone.cluster.num_nodes + 4}"
+    config = load_config("grpo_nanov3.yaml", [folders["nano"], *judge, nodes])
+    assert config.num_policy_ranks == alone.num_policy_ranks and config.num_own_slots == 4 * 8
+    found = judge_memory(config, H100)["fair"]
+    assert found.weights == pytest.approx(2 * PlanModel(hf_config("qwen")).num_parameters / 4, rel=0.02)
+    assert found.cache == pytest.approx(
+        0.9 * H100.memory - found.weights - found.activations - found.graphs - ENGINE_CONTEXT
+    )
+    lines = describe(make_plan(config, H100))
+    assert "Judge fair, 8 engines on 4 nodes of its own:" in lines and judges_misfit(config, H100) is None
+    small = replace(H100, memory_gib=8.0)
+    assert "judge fair has no cache for one question" in (judges_misfit(config, small) or "")
 
 
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from mrl.config.schema.env import GymHeadConfig, NemoGymConfig
+from mrl.config.schema.judges import JudgeConfig
 from mrl.rollout import gym as gym_module
 from mrl.rollout.gym import GymServers
 from mrl.rollout.gym_child import make_ray_folder
@@ -154,3 +155,43 @@ def test_servers_of_the_user_s_that_nobody_has_started_are_told(tmp_path: Path):
         match=r"env.nemo_gym.head_server: http://127.0.0.1:\d+, NeMo Gym's head server: Cannot connect .*start_s",
     ):
         asyncio.run(reached)
+
+
+def test_servers_ask_judges_of_the_run_by_their_names():
+    # Names and options of NeMo RL's examples/nemo_gym/nemotron-3-ultra/student_rlvr1.yaml.
+    of_gym = {
+        "nl2bash_judge_model": {
+            "responses_api_models": {
+                "local_vllm_model": {
+                    "entrypoint": "app.py",
+                    "model": None,
+                    "uses_reasoning_parser": True,
+                    "ray_worker_py_executable": "/opt/python",
+                    "vllm_serve_kwargs": {"tensor_parallel_size": 4},
+                }
+            }
+        },
+        "genrm_model": {"responses_api_models": {"genrm_model": {"api_key": "dummy_key", "model": None}}},
+        "other": {"resources_servers": {}},
+    }
+    judges = {name: JudgeConfig(name) for name in ("nl2bash_judge_model", "genrm_model", "safety")}
+    section = NemoGymConfig(command="ng_run", servers=of_gym)
+    found = gym_config(section, gateway_url="http://me:7", key="k", host="h", head_port=1, judges=judges)
+
+    def asks(name: str, **more: object) -> dict[str, object]:
+        return {
+            "entrypoint": "app.py",
+            "base_url": f"http://me:7/judges/{name}/v1",
+            "api_key": "k",
+            "model": name,
+            "return_token_id_information": False,
+            "uses_reasoning_parser": False,
+            **more,
+        }
+
+    assert found["nl2bash_judge_model"] == {
+        "responses_api_models": {"vllm_model": asks("nl2bash_judge_model", uses_reasoning_parser=True)}
+    }
+    assert found["genrm_model"] == {"responses_api_models": {"genrm_model": asks("genrm_model")}}
+    assert found["safety"] == {"responses_api_models": {"vllm_model": asks("safety")}}
+    assert found["other"] == of_gym["other"]

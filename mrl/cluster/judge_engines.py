@@ -20,7 +20,7 @@ from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import JUDGE
 from mrl.cluster.verbs import EngineVerbs
-from mrl.config.judges import judge_run
+from mrl.config.judge_runs import judge_run
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
+from mrl.config.errors import prefix_of
 from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, ServingChatConfig
 from mrl.config.schema.megatron import PeftConfig
 from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig, TokenizerConfig
@@ -61,3 +65,22 @@ def judge_run(config: RunConfig, name: str) -> RunConfig:
     return dataclasses.replace(
         config, algorithm="grpo", policy=policy, judges={}, teacher=None, on_policy_distillation=None
     )
+
+
+def with_judge_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) -> RunConfig:
+    """A copy of the config with the folders of its judges; None: the name stays. ValueError names the judge's key."""
+    changed, judges = copy.copy(config), {}
+    for name, judge in config.judges.items():
+        try:
+            folder = folder_of(judge.model_name)
+        except ValueError as error:
+            raise ValueError(f"judges.{name}.model_name={error}") from error
+        judges[name] = dataclasses.replace(judge, model_name=str(folder or judge.model_name))
+    changed.judges = judges
+    return changed
+
+
+def named_models(config: RunConfig) -> dict[str, str]:
+    """Folder or Hub id of each model of the run, by its key as messages write it."""
+    found = {f"{prefix_of(model)}model_name": section.model_name for model, section in config.sections.items()}
+    return found | {f"judges.{name}.model_name": judge.model_name for name, judge in config.judges.items()}
