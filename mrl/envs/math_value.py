@@ -17,7 +17,6 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Basic, Float, Integral, MatrixBase, Number, Product, Sum, Tuple, log
 
-from mrl.envs.math_exact import differ
 from mrl.envs.math_notation import as_set, evened
 from mrl.envs.math_number import Plain, answers, is_hedged, read_number, spelled
 from mrl.envs.math_size import (
@@ -31,6 +30,7 @@ from mrl.envs.math_size import (
     MAX_FUNCTIONS,
     MAX_VALUE_DIGITS,
     Size,
+    differ,
     search_cost,
     size_of,
     value_digits,

@@ -50,7 +50,7 @@ _GRADERS = tuple(
     f"mrl/envs/{name}.py"
     for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant")
 )
-_MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "exact", "notation"))
+_MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "size", "notation"))
 
 PATHS: dict[str, tuple[str, ...]] = {
     "algorithms": (*_LEARNS, *_TINY),
