@@ -92,6 +92,8 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
     for start, keys in starts.items():
         first, nearest = settings[keys[0]], nearest_key(start, algorithm)
         hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
+        if start[0] == "env" and len(start) == 2 and not (nearest or "").startswith("env."):
+            hint = "; mrl has no such environment: leave it out, or write it as a function (docs/extend/environment.md)"
         if len(keys) == 1:
             problems.append(wrong("unknown-key", keys[0], first, f"no such key{hint}"))
         else:
