@@ -142,20 +142,14 @@ def test_the_logger_has_every_step(run_folder: Path):
 def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     """The example computes the estimator of grpo_tiny.yaml by hand: step by step both have the same losses and weights.
 
-    So has the loop on the first page, as it is printed there, with a smaller config of that name beside it. The reward
-    raises for every third sum, which all of them say at their end, and the run's folder.
+    So has the loop on the first page, as it is printed there, with a smaller config of that name beside it.
     """
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
     (tmp_path / "prepared").symlink_to(ROOT / "prepared")
-    (tmp_path / "thirds.py").write_text(
-        "def thirds(response, reference_answer):\n    assert int(reference_answer) % 3, 'a third'\n"
-        "    return float(response.strip() == reference_answer)\n"
-    )
     (tmp_path / "grpo_tiny.yaml").write_text(
         f"defaults: {ROOT / 'configs' / 'grpo_tiny.yaml'}\ncluster: {{cpu_units_per_node: 2}}\ngrpo: "
         f"{{num_prompts_per_step: 8, num_generations_per_prompt: {GROUP}, max_val_samples: 8, val_period: 0, "
         f"val_at_start: false, val_at_end: false}}\n"
-        "data: {default: {env_name: thirds}}\nenv: {own: {functions: {thirds: 'thirds:thirds'}}}\n"
     )
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     printed = call(tmp_path, "-c", block, timeout_s=TRAIN_TIMEOUT_S)
@@ -166,15 +160,16 @@ def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     console = call(tmp_path, str(EXAMPLES / "own_loop.py"), *short, timeout_s=TRAIN_TIMEOUT_S)
     assert "accuracy before: 0." in console and "bytes of the engines verified" in console
     assert (tmp_path / "results" / "own_loop" / "step_2" / "policy").is_dir()
-    words = ["-m", "mrl.train", "grpo_tiny.yaml", *short, "checkpointing.checkpoint_dir=mrls"]
-    by_mrl = call(tmp_path, *words, timeout_s=TRAIN_TIMEOUT_S)
-    folders = ("results/own_loop", "results/mine", "mrls")
-    closing = re.compile(
-        r"In the steps of this attempt \d+ of 64 rollouts \(.*because of: AssertionError: a third", re.M
+    call(
+        tmp_path,
+        "-m",
+        "mrl.train",
+        "grpo_tiny.yaml",
+        *short,
+        "checkpointing.checkpoint_dir=mrls",
+        timeout_s=TRAIN_TIMEOUT_S,
     )
-    assert [len(closing.findall(text)) for text in (console, by_mrl)] == [1, 1], console[-3000:]
-    shown = call(tmp_path, "-m", "mrl.runs", "show", "results/own_loop", timeout_s=TRAIN_TIMEOUT_S)
-    assert re.search(r"^masked: error +AssertionError: a third", shown, re.MULTILINE), shown
+    folders = ("results/own_loop", "results/mine", "mrls")
     own, first_page, mrls = ([row for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in folders)
     assert [row["step"] for row in own] == [row["step"] for row in mrls] == [1, 2]
     assert [row["step"] for row in first_page] == [1, 2, 3, 4]

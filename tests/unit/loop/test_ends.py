@@ -7,15 +7,20 @@ import errno
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from conversion.files.manifest import WriteReport
 from mrl import check
 from mrl.loop import main as entry
+from mrl.loop.signal_watch import MaskTally
 from mrl.store.run_folder import RunFolder
 from mrl.train import train
+from tests.unit.algo.groups import group
 from tests.unit.loop.test_saving import Attempt
 from tests.unit.store.test_run_folder import config
 
@@ -140,3 +145,17 @@ def test_a_last_save_that_fails_says_why_first_and_last(
     assert "SaveFailed" in (tmp_path / "run/logs/exp_002/actors/traceback.txt").read_text()
     for step in (2, 3):
         assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
+
+
+def test_every_loop_ends_with_what_was_masked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(entry, "outlook", lambda *_, **__: "")
+    monkeypatch.setattr(entry, "watch_hosts", lambda *_: nullcontext())
+    tally = MaskTally().count([group([0.0, 0.0], name="a", invalid=[0])])
+    run = SimpleNamespace(masks=tally, begin=lambda _: "state", saved=lambda _: nullcontext())
+    training = SimpleNamespace(config=None, num_steps=2, open=lambda *_: nullcontext(run))
+    loggers = SimpleNamespace(is_empty=True)
+    folder = SimpleNamespace(measured=lambda *_, **__: None, next_metrics={}, open_loggers=lambda: nullcontext(loggers))
+    # `mrl.train` and `mrl.api.start` both start runs by this.
+    with entry.start_run(cast(Any, training), cast(Any, folder), None, cast(Any, None)) as started:
+        assert started == (run, "state") and "masked" not in caplog.text
+    assert "In the steps of this attempt 1 of 2 rollouts (50.0%) are masked, and not trained on; 1 " in caplog.text

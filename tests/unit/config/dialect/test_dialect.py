@@ -247,8 +247,8 @@ def test_sections_for_references_only_have_a_leading_underscore(
     config = load(text, "policy.model_name=${_teachers.math}", "logger.wandb.name=${_teachers.general}")
     assert (config.policy.model_name, config.logger.wandb.name) == ("/models/g", "/models/g")
     assert "teachers_ (config.yaml:3): no such section" in refused("teachers_: {general: a, math: b}\n")
-    said = refused("env: {reward_model: {enabled: true, model_name: m}}\n")
-    assert "no such section, with 2 keys; mrl has no such environment: leave it out, or write it as a function" in said
+    said = refused("env: {sliding_puzzle_game: {cfg: {}, size: 5, moves: 3}}\n")
+    assert "no such section, with 3 keys; mrl has no such environment: leave it out, or write it as a function" in said
     assert "policy.model_name=${_teachers.maths}" in refused(text, "policy.model_name=${_teachers.maths}")
 
 
