@@ -14,6 +14,7 @@ from mrl.config.parsers import shows_tools
 from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.sharing import describe_sharing
 from mrl.data.order import count_steps
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.phases import ModelName
@@ -204,6 +205,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "judges": _judges,
     "batch": _batch,
     "tokens": _tokens,
+    "prefixes": describe_sharing,
     "steps": _steps,
     "data": _data,
     "rewards": _rewards,

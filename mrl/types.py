@@ -481,6 +481,8 @@ class Batch:
     num_valid_sequences: int
     metrics: dict[str, float]
     """Metrics of the rows' fill and the ranks' balance: `train/*`."""
+    shares_prefixes: bool = False
+    """Rows have what their sequences have in common once."""
 
 
 @dataclass

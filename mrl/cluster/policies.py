@@ -34,6 +34,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
 from mrl.data.packing import PackedRow, pack_row
+from mrl.data.prefixes import add_trees
 from mrl.envs.scratch import Scratch
 from mrl.phases import ModelName
 from mrl.plan.deadlines import start_deadline, train_deadline
@@ -118,6 +119,7 @@ class PolicyActor:
         rows: RankRows,
         logprob_rows: RankRows,
         is_further: bool,
+        shares_prefixes: bool,
     ) -> int:
         """Pulls payloads of this rank's sequences and packs them; returns the row count. See `PolicyRank.set_batch`."""
         start = time.monotonic()
@@ -136,7 +138,10 @@ class PolicyActor:
         }
 
         def pack_rows(wanted: RankRows) -> list[PackedRow]:
-            return [pack_row({index: pulled[index] for index in row}, **sizes) for row in wanted]
+            packed = [pack_row({index: pulled[index] for index in row}, **sizes) for row in wanted]
+            if shares_prefixes:
+                add_trees(packed, divisible_by=policy.row_multiple)
+            return packed
 
         packed = pack_rows(rows)
         self.models[model].set_batch(
@@ -318,10 +323,10 @@ class PolicyGroup(Actors[PolicyVerbs]):
                         cast("dict[int, TrainSequence]", sequences[dp_rank]),
                         batch.rows[dp_rank],
                         batch.logprob_rows[dp_rank],
+                        position > 0,
+                        batch.shares_prefixes,
                     )
-                    pending[self.name(rank)] = ask(
-                        self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0
-                    )
+                    pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine)
             self.wait(pending, deadline_s=None, what="set_batch")
 
     def call_on_tokens(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from mrl.config.sharing import AUTO, LEAST_SAVING, sharing_of
 from mrl.data import planning
 from mrl.data.packing import padded_length
 from mrl.data.planning import RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
@@ -17,7 +18,7 @@ from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, SamplingParam
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mrl.config.schema.policy import PolicyConfig
+    from mrl.config.schema.policy import PolicyConfig, ShareOrNot
     from mrl.config.schema.run import RunConfig
     from mrl.data.supervised import Example, TokenSequence
     from mrl.phases import ModelName
@@ -40,17 +41,12 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig, model: Mod
     policy = config.model(model)
     dp_size = config.replicas_of(model)
     infos = [sequence.rollout for sequence in sequences]
-    units = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
-    if policy.share_prefixes:
-        row_tokens = min(max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob"))
-        # Engines may send the tokens of a prompt to other experts in each rollout: rows must have room for all copies.
-        least = policy.max_total_sequence_length if policy.router_replay.enabled else MIN_SAVED_TOKENS
-        units = prompt_units(infos, row_tokens=row_tokens, dp_size=dp_size, least_shared=least)
+    units, saving = batch_units(infos, policy, dp_size=dp_size, shares=sharing_of(config, model))
     lengths, cost = [unit.num_tokens for unit in units], sequence_cost(policy.model_name)
     plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
     metrics = plan_metrics(plans[0], lengths, policy, cost)
-    if policy.share_prefixes:
-        metrics["train/prefix_sharing"] = sum(info.num_tokens for info in infos) / max(1, sum(lengths))
+    if saving is not None:
+        metrics["train/prefix_sharing"] = saving
     rows, logprob_rows = (spread(plan, [unit.indices for unit in units]) for plan in plans)
     return Batch(
         sequences=tuple(sequences),
@@ -59,7 +55,34 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig, model: Mod
         num_valid_tokens=sum(valid_lengths),
         num_valid_sequences=len(valid_lengths),
         metrics=metrics,
+        shares_prefixes=saving is not None,
     )
+
+
+def batch_units(
+    infos: Sequence[RolloutInfo], policy: PolicyConfig, *, dp_size: int, shares: ShareOrNot
+) -> tuple[list[Unit], float | None]:
+    """Sequences that stay together in a row, and their tokens over those that a model computes if they share prefixes.
+
+    None: they share none, and each is a unit of its own. `auto` decides by the tokens, before rows are made, so that a
+    batch is the same on all ranks, and in a run that is resumed.
+    """
+    whole = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
+    if not shares:
+        return whole, None
+    row_tokens = min(max_row_tokens(policy, "train"), max_row_tokens(policy, "logprob"))
+
+    def units(least: int) -> list[Unit]:
+        return prompt_units(infos, row_tokens=row_tokens, dp_size=dp_size, least_shared=least)
+
+    total, made = sum(info.num_tokens for info in infos), units(MIN_SAVED_TOKENS)
+    saving = total / max(1, sum(unit.num_tokens for unit in made))
+    if shares == AUTO and saving < LEAST_SAVING:
+        return whole, None
+    if not policy.router_replay.enabled:
+        return made, saving
+    # Engines may send the tokens of a prompt to other experts in each rollout: rows must have room for all copies.
+    return units(policy.max_total_sequence_length), 1.0
 
 
 def spread(plan: RowPlan, members: Sequence[Sequence[int]]) -> RowPlan:

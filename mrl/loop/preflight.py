@@ -26,6 +26,7 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+from mrl.config.sharing import describe_sharing
 from mrl.gpus import find_fault
 from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.deadlines import describe_engine_start
@@ -73,6 +74,8 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     download_weights(config)
     if wrong := find_wrong_weights(local):
         raise ConfigError(wrong)
+    if trains:
+        logger.info("Prefixes are %s", describe_sharing(local))
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)

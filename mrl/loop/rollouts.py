@@ -18,6 +18,7 @@ from mrl.algo.rewards import is_lone, without_lone
 from mrl.config.model import with_value
 from mrl.config.rules.data import gives_accuracy, is_agent
 from mrl.config.schema.run import RunConfig
+from mrl.config.sharing import describe_choice
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
@@ -57,6 +58,7 @@ class RolloutSupplier:
     watch: SignalWatch
     kept: KeptRollouts | None = None
     """Rollouts that outlive the attempt."""
+    has_told_sharing: bool = False
 
     def prove_weights(self) -> None:
         refit = self.session.refit
@@ -132,7 +134,12 @@ class RolloutSupplier:
                 sequences = self.session.with_teacher_outputs(
                     sequences, [teachers[sequence.rollout.key] for sequence in sequences]
                 )
-        return make_batches(sequences, config)
+        batches = make_batches(sequences, config)
+        if batches and not self.has_told_sharing:
+            self.has_told_sharing = True
+            if text := describe_choice(config, shares=batches[0].shares_prefixes):
+                logger.info("%s", text)
+        return batches
 
     def refit(self, state: RunState) -> dict[str, float]:
         try:

@@ -28,8 +28,8 @@ from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
+from mrl.config.sharing import sharing_of
 from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
-from mrl.data.prefixes import add_trees
 from mrl.gpus import check_device, on_gpu
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
@@ -82,7 +82,8 @@ class PolicyRank:
         """
         check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
-        self._config, self._model, self._section = config, model, (section := config.model(model))
+        section = replace(config.model(model), share_prefixes=sharing_of(config, model))
+        self._config, self._model, self._section = config, model, section
         self._role = role_for(model)
         self._timeout_s, self._rank = timeout_s, rank
         self.megatron = parallel.initialize(
@@ -470,8 +471,6 @@ class PolicyRank:
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage."""
-        if self._section.share_prefixes:
-            add_trees(rows, divisible_by=self._section.row_multiple)
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _objective(self, batch: RankBatch) -> Objective:

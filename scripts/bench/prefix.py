@@ -106,7 +106,8 @@ def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[li
     whole_plan, _ = plan_batch(
         [sequence.rollout.num_tokens for sequence in sequences], config.policy, dp_size=1, cost=cost
     )
-    shared, whole = (pack_rows(config.policy, plan[0], made) for plan in (batch.rows, whole_plan))
+    shared = pack_rows(config.policy, batch.rows[0], made, shares=batch.shares_prefixes)
+    whole = pack_rows(config.policy, whole_plan[0], made)
     assert sum(len(row.lengths) for row in shared) == sum(len(row.lengths) for row in whole) == len(sequences)
     with open_policy(rank, config) as policy:
         ways = {our_update: shared, bare_update: whole}

@@ -13,6 +13,7 @@ from conversion.files.hf_folder import read_config
 from mrl.config.errors import Problems, spell
 from mrl.config.model import ModelSizes, read_model
 from mrl.config.schema.run import RunConfig
+from mrl.config.sharing import find_obstacles
 
 _MEGATRON = "policy.megatron_cfg"
 
@@ -31,27 +32,19 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
 
 def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Checks that latent attention gets no trees of prefixes."""
-    if model.mla and config.policy.share_prefixes:
+    if model.mla and config.policy.share_prefixes is True:
         rule = "the model has latent attention, which computes no trees of prefixes"
         problems.add("policy.share_prefixes", rule, "set it to false")
 
 
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
     """Checks that rows may be trees, which compute shared prefixes once."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
-    if not policy.share_prefixes:
+    if config.policy.share_prefixes is not True:
         return
-    for other, value, right in (
-        ("algorithm", config.algorithm, "grpo"),
-        ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, True),
-        (f"{_MEGATRON}.context_parallel_size", megatron.context_parallel_size, 1),
-        (f"{_MEGATRON}.mtp_num_layers", megatron.mtp_num_layers if config.mtp_steps else 0, 0),
-        (f"{_MEGATRON}.peft.dropout", megatron.peft.dropout if megatron.peft.enabled else 0, 0),
-    ):
-        if value != right:
-            rule = f"policy.share_prefixes=true goes only with {other}={spell(right)}, not {spell(value)}"
-            way_out = f"set policy.share_prefixes=false, or {other}={spell(right)}"
-            problems.add("policy.share_prefixes", rule, way_out, others=[other])
+    for other, value, right in find_obstacles(config):
+        rule = f"policy.share_prefixes=true goes only with {other}={spell(right)}, not {spell(value)}"
+        way_out = f"set policy.share_prefixes=auto, or {other}={spell(right)}"
+        problems.add("policy.share_prefixes", rule, way_out, others=[other])
 
 
 def doubt_rows(config: RunConfig, problems: Problems) -> None:

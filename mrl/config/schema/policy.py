@@ -15,6 +15,7 @@ _MTP_CHUNK_TOKENS = 1024
 # Tokens of a rank that HybridEP's kernels take at a time (NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API of DeepEP).
 _HYBRIDEP_CHUNK_TOKENS = 128
 
+ShareOrNot = bool | Literal["auto"]
 PackingAlgorithm = Literal[
     "balanced", "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
 ]
@@ -136,9 +137,9 @@ class PolicyConfig:
     """Exchange buffer of a GPU or policy rank during a refit, in GB (10^9 bytes), for two rounds at a time. Smaller =
     more rounds.
     """
-    share_prefixes: bool = False
+    share_prefixes: ShareOrNot = "auto"
     """Compute a beginning that sequences of a packed row have in common once, as the prompt of a group, with the same
-    result; row lengths then count it once.
+    result; row lengths then count it once. auto = in batches where that saves enough tokens, if the run allows it.
     """
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     reward_model_cfg: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -68,9 +68,12 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
     metrics, logprobs, gradients, share = [], {}, {}, 1.0
     with open_policy(rank, config) as policy:
         for step in range(num_steps):
-            rows = pack_rows(config.policy, batch.rows[policy.dp_rank], made)
+            rows, logprob_rows = (
+                pack_rows(config.policy, plan[policy.dp_rank], made, shares=batch.shares_prefixes)
+                for plan in (batch.rows, batch.logprob_rows)
+            )
             policy.enter("logprob")
-            policy.set_batch(rows, pack_rows(config.policy, batch.logprob_rows[policy.dp_rank], made))
+            policy.set_batch(rows, logprob_rows)
             policy.compute_old_logprobs()
             policy.compute_reference_logprobs()
             policy.enter("train")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -167,3 +168,33 @@ def test_the_sequences_of_a_rollout_are_trained_in_one_update(model: str):
     batches = make_batches(sequences, RunConfig(policy=policy, cluster=cluster))
     assert [list(made.sequences) for made in batches] == [sequences[:3], sequences[3:]]
     assert [made.num_valid_tokens for made in batches] == [20, 24]
+
+
+def grouped(*, prompt: int) -> list[TrainSequence]:
+    """Two groups of four rollouts of 10 tokens."""
+    infos = [
+        RolloutInfo(f"0/{prompt_id}/{index}", prompt_id, index, 1, prompt, 10, "stop", None)
+        for prompt_id in "ab"
+        for index in range(4)
+    ]
+    return [TrainSequence(info, 0.5, True) for info in infos]
+
+
+def test_auto_shares_by_the_tokens_of_the_batch(model: str):
+    policy = policy_config(256, model=model)
+    shared = batch(policy, grouped(prompt=20))
+    # 8 x 30 tokens, of which 2 x 20 + 8 x 10 are computed; each group is in one row.
+    assert (shared.shares_prefixes, shared.metrics["train/prefix_sharing"]) == (True, 2.0)
+    assert sorted(shared.rows) == [((0, 1, 2, 3),), ((4, 5, 6, 7),)]
+    whole = batch(replace(policy, share_prefixes=False), grouped(prompt=20))
+    assert not whole.shares_prefixes
+    assert "train/prefix_sharing" not in whole.metrics
+
+
+def test_auto_leaves_a_batch_that_saves_little_as_it_is(model: str):
+    policy = policy_config(256, model=model)
+    # A prompt of 15 tokens is not worth a node of its own; one of 20 beside replies of 200 saves a fifth.
+    for given in (grouped(prompt=15), [*grouped(prompt=20), sequence(200), sequence(200), sequence(200)]):
+        made = batch(policy, given)
+        assert made == batch(replace(policy, share_prefixes=False), given)
+        assert batch(replace(policy, share_prefixes=True), given).shares_prefixes

@@ -92,7 +92,7 @@ MEGATRON.use_fused_linear_logprobs=true & policy.logprob_chunk_size=64 -> the on
 GENERATION.max_new_tokens=1281 -> lower the one or raise the other
 ENGINE.max_model_len=1281 -> leave it out
 policy.dynamic_batching.enabled=true -> set one of them to false
-CONTEXT=2 & policy.share_prefixes=true -> goes only with CONTEXT=1, not 2 -> set policy.share_prefixes=false, or CONTEXT=1
+CONTEXT=2 & policy.share_prefixes=true -> goes only with CONTEXT=1, not 2 -> set policy.share_prefixes=auto, or CONTEXT=1
 ADAPTERS & PEFT.dropout=0.1 & policy.share_prefixes=true -> goes only with PEFT.dropout=0, not 0.1 -> PEFT.dropout=0
 policy.sequence_packing.enabled=false & policy.share_prefixes=true -> policy.sequence_packing.enabled=true
 policy.sequence_packing.enabled=false & policy.max_total_sequence_length=4097 => ENGINE.max_model_len=4097 -> lower policy.max_total_

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether passes may compute common beginnings once: `policy.share_prefixes`, and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.config.errors import spell
+from mrl.config.model import read_model
+from mrl.config.schema.policy import ShareOrNot
+from mrl.config.schema.run import RunConfig
+from mrl.phases import ModelName
+
+AUTO = "auto"
+LEAST_SAVING = 1.25
+"""Tokens of a batch's sequences over those with common beginnings once, from which `auto` shares: below it, a tree's
+further calls of kernels take what its tokens save (scripts/bench/prefix.py)."""
+
+_MEGATRON = "policy.megatron_cfg"
+
+
+def find_obstacles(config: RunConfig) -> Iterator[tuple[str, object, object]]:
+    """Keys with which rows cannot be trees of prefixes, their values, and the values that they need."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    for key, value, right in (
+        ("algorithm", config.algorithm, "grpo"),
+        ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, True),
+        (f"{_MEGATRON}.context_parallel_size", megatron.context_parallel_size, 1),
+        (f"{_MEGATRON}.mtp_num_layers", megatron.mtp_num_layers if config.mtp_steps else 0, 0),
+        (f"{_MEGATRON}.peft.dropout", megatron.peft.dropout if megatron.peft.enabled else 0, 0),
+    ):
+        if value != right:
+            yield key, value, right
+
+
+def obstacle_to_auto(config: RunConfig) -> str:
+    """The reason why `auto` never shares in this run; "" if a batch decides. ValueError: the model is not known."""
+    for key, value, right in find_obstacles(config):
+        return f"{key}={spell(value)}, and it goes only with {spell(right)}"
+    megatron = config.policy.megatron_cfg
+    if read_model(Path(config.policy.model_name)).mla:
+        return "the model has latent attention, which computes no trees of prefixes"
+    if megatron.moe_router_load_balancing_type == "aux_loss" and megatron.moe_aux_loss_coeff > 0:
+        return f"{_MEGATRON}.moe_router_load_balancing_type=aux_loss is a mean over rows, and these would change"
+    if config.cluster.gpus_per_node:
+        return "no run on GPUs has shown yet that it pays there; policy.share_prefixes=true tries it"
+    return ""
+
+
+def sharing_of(config: RunConfig, model: ModelName = "policy") -> ShareOrNot:
+    """`share_prefixes` of a model in this run: auto only where a batch decides."""
+    given = config.model(model).share_prefixes
+    return given if given != AUTO or not obstacle_to_auto(config) else False
+
+
+def describe_sharing(config: RunConfig) -> str:
+    """The sharing of a run's prefixes, in words."""
+    given = config.policy.share_prefixes
+    if given != AUTO:
+        return "shared" if given else "not shared"
+    try:
+        reason = obstacle_to_auto(config)
+    except ValueError:
+        return "shared where the model allows it and a batch saves enough tokens"
+    if reason:
+        return f"not shared: {reason}"
+    return f"shared by batches with at least {LEAST_SAVING:g} times the tokens that are then computed"
+
+
+def describe_choice(config: RunConfig, *, shares: bool) -> str:
+    """What `auto` chose for a batch, for the log; "" where it had no choice."""
+    if config.policy.share_prefixes != AUTO or not sharing_of(config):
+        return ""
+    what = "shares prefixes" if shares else "shares no prefixes, as they would save too few tokens"
+    return f"policy.share_prefixes=auto: the first batch {what}; each batch decides by its tokens"
