@@ -224,6 +224,10 @@ class RolloutInfo:
     """
     place: int = 0
     """Place in `sequences`; above 0 for one of these."""
+    common: tuple[int, ...] = ()
+    """An agent's: the number of tokens with which it begins as each sequence of the rollout before it does."""
+    prompt_checksum: int = 0
+    """An agent's: crc32 of its prompt, which the agent writes; 0 where rollouts of a group have the same prompt."""
     untrained: tuple[UntrainedTurn, ...] = ()
 
     @property

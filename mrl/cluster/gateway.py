@@ -38,6 +38,7 @@ from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.config.texts import rounded, safe_text
+from mrl.data.planning import summaries
 from mrl.data.verifiers import command_of, variables_of
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.plan.deadlines import start_deadline
@@ -117,7 +118,7 @@ class AgentRuns:
         gateway, rollouts = self.runner.gateway, list[Rollout]()
         infos = dict[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]()
         for request_id, ran in ended.items():
-            infos[request_id] = [RolloutInfo.of(rollout) for rollout in ran.rollouts], ran.verdict, ran.engines
+            infos[request_id] = summaries(ran.rollouts), ran.verdict, ran.engines
             rollouts += ran.rollouts
         unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered

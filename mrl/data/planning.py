@@ -11,19 +11,18 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
 from conversion.families.registry import family
 from conversion.files.hf_folder import read_config
 from mrl.config.model import sizes_of
-
-if TYPE_CHECKING:
-    from mrl.types import RolloutInfo
+from mrl.types import Rollout, RolloutInfo
 
 RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
@@ -118,30 +117,67 @@ class Unit:
     """Tokens that they take up: a prompt that they share counts once."""
 
 
-def prompt_units(rollouts: Sequence[RolloutInfo], *, row_tokens: int, dp_size: int, least_shared: int) -> list[Unit]:
-    """The rollouts of each prompt, with it once, in as few units as fit a row; none exceeds a rank's share of all.
+def summaries(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
+    """The driver's view of the sequences of an agent's rollout, in order, with the tokens in which they begin alike."""
+    prompts = [np.array(one.request.token_ids, dtype=np.int32) for one in rollouts]
+    whole = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(prompts, rollouts, strict=True)]
+    return [
+        replace(
+            RolloutInfo.of(rollout),
+            common=tuple(num_common(whole[place], before) for before in whole[:place]),
+            prompt_checksum=crc32(prompts[place].tobytes()),
+        )
+        for place, rollout in enumerate(rollouts)
+    ]
 
-    A prompt of fewer than `least_shared` tokens counts as often as rollouts have it. Sequences of sub-agents and other
-    further ones have prompts of their own.
+
+def num_common(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of equal elements before the first unequal one."""
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def prompt_units(rollouts: Sequence[RolloutInfo], *, row_tokens: int, dp_size: int, least_shared: int) -> list[Unit]:
+    """The sequences of each prompt's rollouts, in as few units as fit a row; none exceeds a rank's share of all.
+
+    A prompt counts once in a unit, and so do tokens that a further sequence of a rollout has in common with another one
+    of the unit, as the turns of an agent do; fewer than `least_shared` count in each sequence.
     """
     _check_fit([info.num_tokens for info in rollouts], row_tokens)
     groups: dict[tuple[object, ...], list[int]] = {}
+    key: tuple[object, ...] = ()
     for index, info in enumerate(rollouts):
-        own = (index,) if info.is_further else ()
-        groups.setdefault((info.key, info.prompt_length, *own), []).append(index)
-    shared = [info.prompt_length if info.prompt_length >= least_shared else 0 for info in rollouts]
-    own = [info.num_tokens - tokens for info, tokens in zip(rollouts, shared, strict=True)]
-    total = sum(own) + sum(shared[group[0]] for group in groups.values())
+        if not info.is_further:
+            key = (info.key, info.prompt_length, info.prompt_checksum)
+        # The sequences of an agent are beside its first one, if they are known to begin alike.
+        own = (index,) if info.is_further and not info.common else ()
+        groups.setdefault((*key, *own), []).append(index)
+
+    def added(index: int, present: Sequence[int]) -> int:
+        """Tokens that a sequence adds to those of others of its group in a row."""
+        info, found = rollouts[index], 0
+        if info.common:
+            first = index - info.place
+            of_rollout = takewhile(lambda other: other >= first, reversed(present))
+            # A branch of fewer tokens is no node of its own.
+            found = max((info.common[other - first] for other in of_rollout), default=0) - least_shared + 1
+        elif info.prompt_length >= least_shared and any(not rollouts[other].is_further for other in present):
+            found = info.prompt_length
+        return info.num_tokens - max(0, found)
+
+    total = sum(added(index, group[:at]) for group in groups.values() for at, index in enumerate(group))
     limit = min(row_tokens, -(-total // dp_size))
     units: list[Unit] = []
     for group in groups.values():
-        indices, tokens = list[int](), shared[group[0]]
+        indices, tokens = list[int](), 0
         for index in group:
-            if indices and tokens + own[index] > limit:
+            more = added(index, indices)
+            if indices and tokens + more > limit:
                 units.append(Unit(tuple(indices), tokens))
-                indices, tokens = [], shared[index]
+                indices, tokens, more = [], 0, rollouts[index].num_tokens
             indices.append(index)
-            tokens += own[index]
+            tokens += more
         units.append(Unit(tuple(indices), tokens))
     return units
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mrl.data.packing import PackedRow, PrefixTree, padded_length
+from mrl.data.planning import num_common
 
 # A shorter prefix costs more in calls of kernels than it saves in tokens.
 MIN_SAVED_TOKENS = 16
@@ -33,7 +34,7 @@ def prefix_tree(row: PackedRow, *, divisible_by: int) -> PrefixTree | None:
     order = sorted(range(len(keys)), key=keys.__getitem__)
     ordered = [np.frombuffer(keys[index], dtype=np.uint8) for index in order]
     # Tokens that each sequence has in common with the one before it.
-    common = [0, *[_num_equal(ordered[i - 1], ordered[i]) // width for i in range(1, len(order))]]
+    common = [0, *[num_common(ordered[i - 1], ordered[i]) // width for i in range(1, len(order))]]
     bounds = row.cu_seqlens.tolist()
     tokens_T, num_tokens = np.zeros(len(row.token_ids_T), dtype=np.int64), 0
     positions: list[np.ndarray] = []
@@ -95,10 +96,3 @@ def _keys(row: PackedRow) -> tuple[list[bytes], int]:
     return [
         whole[start : start + length].tobytes() for start, length in zip(starts, row.lengths, strict=False)
     ], whole.shape[1]
-
-
-def _num_equal(left: np.ndarray, right: np.ndarray) -> int:
-    """Number of equal elements before the first unequal one."""
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    return int(differs.argmax()) if differs.any() else size

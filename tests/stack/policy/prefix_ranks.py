@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.packing import by_sequence
+from mrl.data.planning import summaries
 from mrl.types import Rollout, RolloutRequest, SamplingParams, TrainSequence
 from tests.rollouts import pulled
 from tests.stack.policy.parity_ranks import _gradients
@@ -18,6 +19,7 @@ from tests.stack.policy.policy_ranks import open_policy, pack_rows
 from tests.stack.ranks import Rank
 
 NUM_GROUPS, GROUP_SIZE = 4, 5
+NUM_AGENT_GROUPS, NUM_TURNS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Measured:
     """Gradients of the first step by canonical name; NaN where this rank's optimizer has none."""
     computed_share: float
     """Tokens that the model computed, over those of this rank's rollouts."""
+    num_levels: int
+    """Levels of the deepest tree."""
 
 
 def rollouts() -> list[Rollout]:
@@ -52,6 +56,33 @@ def rollouts() -> list[Rollout]:
     return result
 
 
+def agent_sequences() -> list[TrainSequence]:
+    """Agents' turns without earlier thoughts in their prompts: a turn begins as the one before, up to its thoughts."""
+    rng, found = np.random.default_rng(2), list[TrainSequence]()
+
+    def tokens(low: int, high: int) -> list[int]:
+        return rng.integers(0, 256, int(rng.integers(low, high))).tolist()
+
+    for group in range(NUM_AGENT_GROUPS):
+        task = tokens(24, 40)
+        for index in range(2):
+            history, rollouts = task, list[Rollout]()
+            for _ in range(NUM_TURNS):
+                thoughts, answer = tokens(4, 20), tokens(4, 16)
+                request = RolloutRequest(
+                    f"p{group}", index, 0, 1, tuple(history), SamplingParams(1.0, 1.0, None, 64, (258,))
+                )
+                own = np.array([*thoughts, *answer], dtype=np.int32)
+                logprobs = rng.normal(-5.0, 0.3, len(own)).astype(np.float32)
+                rollouts.append(Rollout(request, 1, own, logprobs, "stop"))
+                history = history + answer + tokens(8, 24)
+            advantage, is_valid = float(rng.normal()), (group, index) != (1, 0)
+            for place, info in enumerate(summaries(rollouts[::-1])):
+                pulled = replace(info, payload=rollouts[-1 - place], place=place)
+                found.append(TrainSequence(pulled, advantage, is_valid, float(index)))
+    return found
+
+
 def sequences(rollouts: Sequence[Rollout]) -> list[TrainSequence]:
     """The rollouts with random advantages; one in seven is not valid."""
     advantages = np.random.default_rng(1).normal(size=len(rollouts))
@@ -61,11 +92,11 @@ def sequences(rollouts: Sequence[Rollout]) -> list[TrainSequence]:
     ]
 
 
-def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_steps: int) -> Measured:
+def measure(rank: Rank, config: RunConfig, given: Sequence[TrainSequence], num_steps: int) -> Measured:
     """Trains on-policy on the same rollouts, in the rows of the run."""
-    batch = make_batch(sequences(rollouts), config)
+    batch = make_batch(given, config)
     made = dict(enumerate(batch.sequences))
-    metrics, logprobs, gradients, share = [], {}, {}, 1.0
+    metrics, logprobs, gradients, share, num_levels = [], {}, {}, 1.0, 0
     with open_policy(rank, config) as policy:
         for step in range(num_steps):
             rows, logprob_rows = (
@@ -89,4 +120,5 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
                     logprobs[name] = found
                 computed = sum(len(row.token_ids_T if row.tree is None else row.tree.positions_U) for row in rows)
                 share = computed / sum(sum(row.lengths) for row in rows)
-    return Measured(metrics, logprobs, gradients, share)
+                num_levels = max(len(row.tree.levels) if row.tree else 0 for row in rows)
+    return Measured(metrics, logprobs, gradients, share, num_levels)

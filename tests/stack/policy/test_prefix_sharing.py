@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.types import Rollout
+from mrl.types import Rollout, TrainSequence
 from tests.parity import Parity, hf_scores
 from tests.stack.policy import prefix_ranks
 from tests.stack.policy.layouts import put_together, transformers_model, worst_error
 from tests.stack.policy.parity import run_config, save_example
 from tests.stack.policy.parity_cells import ALLGATHER, EP2, ONE_RANK, PP2, RECOMPUTE, REPLAY, TP2, VIRTUAL, Settings
-from tests.stack.policy.prefix_ranks import Measured, rollouts
+from tests.stack.policy.prefix_ranks import Measured, agent_sequences, rollouts, sequences
 from tests.stack.ranks import RankPool
 
 MAX_GRADIENT_ERROR = 5e-6
@@ -39,6 +39,14 @@ CELLS = [
     # This loss is the mean over rows, so that both need the same: one of all sequences.
     ("nemotron_h", {**TP2, **balance("aux_loss"), **ONE_ROW}, 2),
     ("nemotron_h", {**TP2, **PP2, **EP2, **RECOMPUTE}, 4),
+]
+
+
+AGENT_CELLS = [
+    ("nemotron_h", {}, 1),
+    ("nemotron_h", {**TP2, **EP2, **balance("global_aux_loss")}, 2),
+    ("qwen3_moe", {**PP2, **RECOMPUTE}, 2),
+    ("qwen3", {**TP2}, 2),
 ]
 
 
@@ -70,7 +78,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def steps(
-    ranks: RankPool, folder: Path, settings: Settings, num_ranks: int, given: list[Rollout], num_steps: int = 3
+    ranks: RankPool, folder: Path, settings: Settings, num_ranks: int, given: list[TrainSequence], num_steps: int = 3
 ) -> Result:
     """Steps with rows of up to 640 tokens, in which most groups are whole."""
     rows = {f"sequence_packing.{stage}_mb_tokens": 640 for stage in ("train", "logprob")}
@@ -80,7 +88,7 @@ def steps(
     return Result(ranks.run(prefix_ranks.measure, config, given, num_steps, world_size=num_ranks))
 
 
-def assert_equal(shared: Result, whole: Result) -> None:
+def assert_equal(shared: Result, whole: Result, num_sequences: int) -> None:
     """All metrics, logprobs and gradients agree to the last digits of float32."""
     for of_shared, of_whole in zip(shared.metrics, whole.metrics, strict=True):
         of_rows = {name for name in of_whole if name.startswith(("train/packing", "train/padding", "train/dp_balance"))}
@@ -92,7 +100,7 @@ def assert_equal(shared: Result, whole: Result) -> None:
         )
     for name in ("old_logprobs_T", "reference_logprobs_T"):
         theirs = whole.logprobs(name)
-        assert set(theirs) == set(range(prefix_ranks.NUM_GROUPS * prefix_ranks.GROUP_SIZE))
+        assert set(theirs) == set(range(num_sequences))
         for index, logprobs in shared.logprobs(name).items():
             assert logprobs == pytest.approx(theirs[index], rel=1e-6, abs=0)
     name, error = worst_error(shared.gradients, whole.gradients)
@@ -103,19 +111,33 @@ def assert_equal(shared: Result, whole: Result) -> None:
 def test_shared_prefixes_change_no_step(
     ranks: RankPool, folder_of: Callable[[str], Path], model_type: str, settings: Settings, num_ranks: int
 ):
-    given = rollouts()
+    given = sequences(rollouts())
     whole, shared = (
         steps(ranks, folder_of(model_type), {**settings, "share_prefixes": shares}, num_ranks, given)
         # `auto` never shares under a loss that is a mean over rows.
         for shares in (False, True if "aux_loss" in settings.values() else "auto")
     )
     assert max(part.computed_share for part in shared.parts) < 0.8
-    assert_equal(shared, whole)
+    assert_equal(shared, whole, len(given))
+
+
+@pytest.mark.parametrize(("model_type", "settings", "num_ranks"), AGENT_CELLS, ids=str)
+def test_trees_of_turns_change_no_step(
+    ranks: RankPool, folder_of: Callable[[str], Path], model_type: str, settings: Settings, num_ranks: int
+):
+    given = agent_sequences()
+    whole, shared = (
+        steps(ranks, folder_of(model_type), {**settings, "share_prefixes": shares}, num_ranks, given)
+        for shares in (False, "auto")
+    )
+    assert max(part.computed_share for part in shared.parts) < 0.7
+    assert all(part.num_levels >= prefix_ranks.NUM_TURNS for part in shared.parts)
+    assert_equal(shared, whole, len(given))
 
 
 def test_shared_prefixes_give_the_logprobs_of_transformers(ranks: RankPool, folder_of: Callable[[str], Path]):
     folder, given = folder_of("nemotron_h"), rollouts()
-    shared = steps(ranks, folder, {"share_prefixes": True}, 1, given, num_steps=1)
+    shared = steps(ranks, folder, {"share_prefixes": True}, 1, sequences(given), num_steps=1)
     model, parity = transformers_model(folder), Parity()
     for index, logprobs in shared.logprobs("old_logprobs_T").items():
         prompt, tokens = given[index].request.token_ids, given[index].token_ids.tolist()
@@ -135,7 +157,8 @@ def test_engines_that_chose_other_experts_share_no_tokens(ranks: RankPool, folde
         if index % prefix_ranks.GROUP_SIZE in (1, 2):
             routes[10] = (routes[10] + index % prefix_ranks.GROUP_SIZE) % 8
         given.append(replace(rollout, routes=routes))
-    whole, shared = (steps(ranks, folder, {**REPLAY, "share_prefixes": shares}, 1, given) for shares in (False, True))
+    made = sequences(given)
+    whole, shared = (steps(ranks, folder, {**REPLAY, "share_prefixes": shares}, 1, made) for shares in (False, True))
     # 0.5 if the routes were the same.
     assert 0.55 < shared.parts[0].computed_share < 0.8
-    assert_equal(shared, whole)
+    assert_equal(shared, whole, len(given))

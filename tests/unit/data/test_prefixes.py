@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mrl.data import prefixes
 from mrl.data.packing import PackedRow, PrefixTree, pack_row
-from mrl.data.planning import Unit, prompt_units
+from mrl.data.planning import Unit, prompt_units, summaries
 from mrl.data.prefixes import prefix_tree
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams
 from tests.rollouts import pulled
@@ -136,3 +138,43 @@ def test_units_by_hand():
 def test_a_sequence_longer_than_a_row_is_named():
     with pytest.raises(ValueError, match="sequence 1 has 19 tokens, more than a packed row holds \\(15\\)"):
         prompt_units([info("a", 10, 2), info("b", 10, 9)], row_tokens=15, dp_size=1, least_shared=1)
+
+
+def agents(rng: np.random.Generator) -> list[list[RolloutInfo]]:
+    """The sequences of some rollouts of one prompt, each of which goes on from somewhere in another one of its own."""
+    found = []
+    for index in range(int(rng.integers(1, 4))):
+        known = [rng.integers(0, 3, int(rng.integers(2, 60))).tolist()]
+        for _ in range(int(rng.integers(0, 6))):
+            start = known[int(rng.integers(len(known)))]
+            known.append(start[: int(rng.integers(1, len(start) + 1))] + rng.integers(0, 3, 30).tolist())
+        rollouts = []
+        for tokens in known[::-1]:
+            stop = int(rng.integers(1, len(tokens)))
+            request = RolloutRequest("p", index, 0, 0, tuple(tokens[:stop]), SAMPLING)
+            own = np.array(tokens[stop:], dtype=np.int32)
+            rollouts.append(Rollout(request, 0, own, np.zeros(len(own), dtype=np.float32), "stop"))
+        infos = summaries(rollouts)
+        found.append([replace(one, payload=rollouts[place], place=place) for place, one in enumerate(infos)])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_units_of_agents_have_the_tokens_of_their_trees(seed: int):
+    """With every token shared, a unit has one for each beginning; else it has room for its tree."""
+    rng = np.random.default_rng(seed)
+    made = [sequence for rollout in agents(rng) for sequence in rollout]
+    row_tokens = int(rng.integers(100, 400))
+    for least in (1, prefixes.MIN_SAVED_TOKENS):
+        units = prompt_units(made, row_tokens=row_tokens, dp_size=1, least_shared=least)
+        assert sorted(index for unit in units for index in unit.indices) == list(range(len(made)))
+        for unit in units:
+            assert unit.num_tokens <= row_tokens
+            rollouts = [made[index].pulled for index in unit.indices]
+            if least == 1:
+                whole = [(*rollout.request.token_ids, *rollout.token_ids.tolist()) for rollout in rollouts]
+                assert unit.num_tokens == len({tokens[:stop] for tokens in whole for stop in range(1, len(tokens) + 1)})
+            else:
+                given = row(*[(list(rollout.request.token_ids), rollout.token_ids.tolist()) for rollout in rollouts])
+                tree = prefix_tree(given, divisible_by=1)
+                assert unit.num_tokens >= (sum(given.lengths) if tree is None else len(tree.positions_U))
