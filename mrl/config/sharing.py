@@ -16,6 +16,8 @@ AUTO = "auto"
 LEAST_SAVING = 1.25
 """Tokens of a batch's sequences over those with common beginnings once, from which `auto` shares: below it, a tree's
 further calls of kernels take what its tokens save (scripts/bench/prefix.py)."""
+OF_ROWS = ("aux_loss", "global_aux_loss")
+"""Auxiliary losses that depend on the rows of a batch: a mean over them, and of experts' counts in those so far."""
 
 _MEGATRON = "policy.megatron_cfg"
 
@@ -41,8 +43,9 @@ def obstacle_to_auto(config: RunConfig) -> str:
     megatron = config.policy.megatron_cfg
     if read_model(Path(config.policy.model_name)).mla:
         return "the model has latent attention, which computes no trees of prefixes"
-    if megatron.moe_router_load_balancing_type == "aux_loss" and megatron.moe_aux_loss_coeff > 0:
-        return f"{_MEGATRON}.moe_router_load_balancing_type=aux_loss is a mean over rows, and these would change"
+    balancing = megatron.moe_router_load_balancing_type
+    if balancing in OF_ROWS and megatron.moe_aux_loss_coeff > 0:
+        return f"{_MEGATRON}.moe_router_load_balancing_type={balancing} depends on the rows, and these would change"
     if config.cluster.gpus_per_node:
         return "no run on GPUs has shown yet that it pays there; policy.share_prefixes=true tries it"
     return ""

@@ -11,8 +11,7 @@ import numpy as np
 from mrl.config.sharing import AUTO, LEAST_SAVING, sharing_of
 from mrl.data import planning
 from mrl.data.packing import padded_length
-from mrl.data.planning import RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
-from mrl.data.prefixes import MIN_SAVED_TOKENS
+from mrl.data.planning import MIN_SAVED_TOKENS, RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
 from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence, Turn
 
 if TYPE_CHECKING:

@@ -27,6 +27,8 @@ from mrl.types import Rollout, RolloutInfo
 RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
 
+MIN_SAVED_TOKENS = 16
+"""Least tokens that sharing a prefix must save: fewer cost more in calls of kernels."""
 BALANCED = "balanced"
 WITHIN_RANK = "modified_first_fit_decreasing"
 """Packs the sequences of one rank after `BALANCED` has dealt them to the ranks."""

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 
 from mrl.data.packing import PackedRow, PrefixTree, padded_length
-from mrl.data.planning import num_common
-
-# A shorter prefix costs more in calls of kernels than it saves in tokens.
-MIN_SAVED_TOKENS = 16
+from mrl.data.planning import MIN_SAVED_TOKENS, num_common
 
 
 def add_trees(rows: Iterable[PackedRow], *, divisible_by: int) -> None:

@@ -29,6 +29,8 @@ class Row:
     """Tensors that wait on the host for the backward pass, as `letter.name`."""
     scores_length: int = 0
     """Keys per query with kept scores: a sequence's length without a fused attention kernel, else 0."""
+    path_copies: float = 1.0
+    """Keys and values that attention reads, over tokens: each continuation of a shared prefix reads its whole path."""
     hidden_dropout: bool = False
     attention_dropout: bool = False
 
@@ -39,7 +41,7 @@ class Row:
 
 
 RECOMPUTED = {
-    "core_attn": ("*.scores", "*.softmax"),
+    "core_attn": ("*.scores", "*.softmax", "*.paths"),
     "mlp": ("-.fc1", "-.activation"),
     "moe_act": ("E.activation",),
     "moe": ("E.router", "E.dispatched", "E.fc1", "E.activation", "E.shared"),
@@ -87,7 +89,7 @@ def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     )
 
 
-_WIDE = ("scores", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
+_WIDE = ("scores", "paths", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
 
 
 def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
@@ -99,6 +101,8 @@ def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
         # With more tensor-parallel ranks than key heads, each holds a part of a head and computes with the whole.
         kv_heads = max(1.0, shape.kv_heads / row.tp)
         width = shape.head_dim
+        if row.path_copies > 1:
+            tensors["paths"] = BF16 * row.tokens * (row.path_copies - 1) * 2 * kv_heads * width
         return tensors | {
             "qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width,
             "core": BF16 * row.tokens * heads * width,

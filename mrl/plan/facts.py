@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,8 @@ from conversion.families.registry import family
 from mrl.config.errors import prefix_of
 from mrl.config.model import model_folder, read_hf_config, sizes_of
 from mrl.config.schema.run import RunConfig
-from mrl.data.planning import cost_of_model
+from mrl.config.sharing import AUTO, LEAST_SAVING, sharing_of
+from mrl.data.planning import MIN_SAVED_TOKENS, cost_of_model
 from mrl.phases import ModelName
 from mrl.plan.activations import BF16, FP32, Row
 from mrl.plan.states import ModelElements, StateRules
@@ -117,7 +119,39 @@ def row_of(config: RunConfig, model: ModelName = "policy", *, is_training: bool,
         is_sequence_parallel=megatron.sequence_parallel,
         imbalance=imbalance,
         recompute=recompute,
+        # With replies of few tokens, each of a prompt's rollouts reads as many keys as a row has.
+        path_copies=config.rollouts.num_generations_per_prompt if sharing_of(config, model) else 1.0,
     )
+
+
+@dataclass(frozen=True)
+class ComputedTokens:
+    """Tokens that a model computes in a pass over rollouts that share their prompts."""
+
+    share: float
+    """Of all tokens of the rollouts."""
+    length: float
+    """Twice the mean number of keys of a token, as that of a sequence is its length."""
+    rollouts_per_row: int
+
+
+def computed_tokens(config: RunConfig, mean_tokens: float) -> ComputedTokens:
+    """Tokens of rollouts of a mean length that a policy computes, as `policy.share_prefixes` says.
+
+    A prompt has at least the tokens that are not drawn (`max_new_tokens`); of rollouts of several turns none are known.
+    """
+    policy, shares = config.policy, sharing_of(config)
+    reply = min(mean_tokens, float(policy.generation.max_new_tokens))
+    prompt, alone = mean_tokens - reply, ComputedTokens(1.0, mean_tokens, 1)
+    if not shares or prompt < MIN_SAVED_TOKENS or config.max_rollout_turns > 1:
+        return alone
+    row_tokens = min(policy.sequence_packing.train_mb_tokens, policy.sequence_packing.logprob_mb_tokens)
+    number = min(config.rollouts.num_generations_per_prompt, max(1, int((row_tokens - prompt) / reply)))
+    tokens = prompt + number * reply
+    share = tokens / (number * mean_tokens)
+    if shares == AUTO and share * LEAST_SAVING > 1:
+        return alone
+    return ComputedTokens(share, (prompt**2 + number * reply * (2 * prompt + reply)) / tokens, number)
 
 
 def state_rules(config: RunConfig, model: ModelName = "policy") -> StateRules:

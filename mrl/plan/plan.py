@@ -13,7 +13,7 @@ from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.phases import Phase
 from mrl.plan.deadlines import describe_engine_start
-from mrl.plan.facts import IMBALANCE, PlanModel, read_model
+from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
@@ -261,9 +261,11 @@ def describe(plan: Plan) -> list[str]:
             f"Refit, GB a GPU: {per_gpu}; {plan.refit.num_rounds} rounds. Rollouts of a step: "
             f"{rollout_bytes(config) / GB:.2f} GB at most"
         )
-    total = plan.times.total
+    total, mean = plan.times.total, plan.times.mean_tokens
+    share = computed_tokens(config, mean).share
+    shared = "" if share == 1 else f", {share:.0%} of which are computed, as rows share prefixes"
     lines.append(
-        f"Step with {plan.times.mean_tokens:,.0f} tokens a rollout: {total.low:.1f} to {total.high:.1f} s, mostly "
+        f"Step with {mean:,.0f} tokens a rollout{shared}: {total.low:.1f} to {total.high:.1f} s, mostly "
         f"{plan.times.bottleneck}"
     )
     lines += [f"  {name:<27}{phase.low:7.1f} to {phase.high:7.1f} s" for name, phase in plan.times.phases.items()]

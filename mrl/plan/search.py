@@ -12,7 +12,7 @@ from mrl.config.errors import Problem, Problems, spell, value_at
 from mrl.config.model import ModelSizes, with_value
 from mrl.config.rules import algorithms, layout, training
 from mrl.config.schema.run import RunConfig
-from mrl.plan.facts import PlanModel
+from mrl.plan.facts import PlanModel, computed_tokens
 from mrl.plan.hardware import Gpu
 from mrl.plan.memory import RankMemory, all_ranks, engine_memory, memory_apart
 from mrl.plan.times import StepTimes, exchange_seconds, step_times
@@ -142,6 +142,7 @@ def _lightest(
                     if value_at(config, key) != value
                 ]
                 tokens = mean_tokens * candidate.policy.train_global_batch_size
+                tokens *= computed_tokens(candidate, mean_tokens).share
                 times = _times(candidate, model, gpu, refit, mean_tokens)
                 return Candidate(values, changed, worst, times, exchange_seconds(candidate, model, gpu, tokens=tokens))
             else:

@@ -15,7 +15,7 @@ from mrl.data.planning import SequenceCost
 from mrl.phases import role_of
 from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
-from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches
+from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, num_microbatches
 from mrl.plan.hardware import Gpu
 from mrl.plan.memory import EngineMemory
 from mrl.plan.traffic import RefitTraffic
@@ -285,18 +285,15 @@ def step_times(
     tokens = rollouts * mean_tokens
     recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
-    rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
+    computed = computed_tokens(config, mean_tokens)
+    own = dict(tokens=tokens * computed.share, length=computed.length, gpus=gpus)
+    rows = max(1, num_microbatches(config) // computed.rollouts_per_row)
+    rows *= megatron.virtual_pipeline_model_parallel_size or 1
     bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
     learned = model.cost(config.mtp_steps)
-    phases = {
-        "train": train_seconds(shape, learned, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=passes).times(
-            bubble
-        )
-    }
+    phases = {"train": train_seconds(shape, learned, gpu, **own, passes=passes).times(bubble)}
     if forward := config.needs_old_logprobs + config.keeps_reference:
-        phases["logprobs"] = train_seconds(
-            shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward
-        ).times(bubble)
+        phases["logprobs"] = train_seconds(shape, cost, gpu, **own, passes=forward).times(bubble)
     for name, other in model.beside.items():
         # A teacher: one pass without gradients over its share of the rows. A trained model: two passes over all rows,
         # and a backward pass.

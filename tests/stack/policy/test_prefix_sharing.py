@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mrl.config.sharing import OF_ROWS
 from mrl.types import Rollout, TrainSequence
 from tests.parity import Parity, hf_scores
 from tests.stack.policy import prefix_ranks
@@ -36,7 +37,7 @@ CELLS = [
     ("qwen3_moe", {**PP2, **VIRTUAL, **RECOMPUTE}, 2),
     ("nemotron_h", balance("seq_aux_loss"), 1),
     ("nemotron_h", {**EP2, **ALLGATHER, **balance("global_aux_loss")}, 2),
-    # This loss is the mean over rows, so that both need the same: one of all sequences.
+    # These two losses depend on the rows, so that both need the same: one of all sequences on a rank.
     ("nemotron_h", {**TP2, **balance("aux_loss"), **ONE_ROW}, 2),
     ("nemotron_h", {**TP2, **PP2, **EP2, **RECOMPUTE}, 4),
 ]
@@ -44,7 +45,7 @@ CELLS = [
 
 AGENT_CELLS = [
     ("nemotron_h", {}, 1),
-    ("nemotron_h", {**TP2, **EP2, **balance("global_aux_loss")}, 2),
+    ("nemotron_h", {**TP2, **EP2, **balance("seq_aux_loss")}, 2),
     ("qwen3_moe", {**PP2, **RECOMPUTE}, 2),
     ("qwen3", {**TP2}, 2),
 ]
@@ -114,8 +115,8 @@ def test_shared_prefixes_change_no_step(
     given = sequences(rollouts())
     whole, shared = (
         steps(ranks, folder_of(model_type), {**settings, "share_prefixes": shares}, num_ranks, given)
-        # `auto` never shares under a loss that is a mean over rows.
-        for shares in (False, True if "aux_loss" in settings.values() else "auto")
+        # `auto` never shares under a loss that depends on the rows.
+        for shares in (False, "auto" if not set(OF_ROWS) & set(map(str, settings.values())) else True)
     )
     assert max(part.computed_share for part in shared.parts) < 0.8
     assert_equal(shared, whole, len(given))
