@@ -331,7 +331,7 @@ def _adapter(hint: Any) -> TypeAdapter[object]:
 def _message(error: ValidationError) -> str:
     first, *others = error.errors(include_url=False)
     if first["type"].startswith("bool") and others and others[0]["type"] == "literal_error":
-        return f"no such value; use {others[0]['ctx']['expected']}, true or false"
+        return f"no such value; use {others[0].get('ctx', {})['expected']}, true or false"
     where, context = "".join(f"[{part}] " for part in first["loc"]), first.get("ctx", {})
     if first["type"] == "value_error":
         return where + str(context["error"])

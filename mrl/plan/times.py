@@ -286,14 +286,14 @@ def step_times(
     recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
     computed = computed_tokens(config, mean_tokens)
-    own = dict(tokens=tokens * computed.share, length=computed.length, gpus=gpus)
+    own = dict(tokens=tokens * computed.share, length=computed.length)
     rows = max(1, num_microbatches(config) // computed.rollouts_per_row)
     rows *= megatron.virtual_pipeline_model_parallel_size or 1
     bubble = 1 + (megatron.pipeline_model_parallel_size - 1) / rows
     learned = model.cost(config.mtp_steps)
-    phases = {"train": train_seconds(shape, learned, gpu, **own, passes=passes).times(bubble)}
+    phases = {"train": train_seconds(shape, learned, gpu, **own, gpus=gpus, passes=passes).times(bubble)}
     if forward := config.needs_old_logprobs + config.keeps_reference:
-        phases["logprobs"] = train_seconds(shape, cost, gpu, **own, passes=forward).times(bubble)
+        phases["logprobs"] = train_seconds(shape, cost, gpu, **own, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():
         # A teacher: one pass without gradients over its share of the rows. A trained model: two passes over all rows,
         # and a backward pass.
