@@ -72,7 +72,7 @@ def describe_sharing(config: RunConfig) -> str:
 
 
 def describe_choice(config: RunConfig, *, shares: bool) -> str:
-    """What `auto` chose for a batch, for the log; "" where it had no choice."""
+    """The choice of `auto` for a batch, for the log; "" where it has none."""
     if config.policy.share_prefixes != AUTO or not sharing_of(config):
         return ""
     what = "shares prefixes" if shares else "shares no prefixes, as they would save too few tokens"

@@ -129,7 +129,7 @@ class ComputedTokens:
     """Tokens that a model computes in a pass over rollouts that share their prompts."""
 
     share: float
-    """Of all tokens of the rollouts."""
+    """Share of all tokens of the rollouts."""
     length: float
     """Twice the mean number of keys of a token, as that of a sequence is its length."""
     rollouts_per_row: int
