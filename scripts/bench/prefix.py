@@ -27,6 +27,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batch, plan_batch
 from mrl.data.packing import PackedRow
 from mrl.data.planning import sequence_cost
+from mrl.data.prefixes import add_trees
 from mrl.policy.policy import PolicyRank
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence
 from scripts.bench.shapes import WIDER
@@ -106,8 +107,8 @@ def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[li
     whole_plan, _ = plan_batch(
         [sequence.rollout.num_tokens for sequence in sequences], config.policy, dp_size=1, cost=cost
     )
-    shared = pack_rows(config.policy, batch.rows[0], made, shares=batch.shares_prefixes)
-    whole = pack_rows(config.policy, whole_plan[0], made)
+    shared, whole = (pack_rows(config.policy, plan[0], made) for plan in (batch.rows, whole_plan))
+    add_trees(shared, divisible_by=config.policy.row_multiple)
     assert sum(len(row.lengths) for row in shared) == sum(len(row.lengths) for row in whole) == len(sequences)
     with open_policy(rank, config) as policy:
         ways = {our_update: shared, bare_update: whole}

@@ -18,7 +18,6 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, padded_length
 from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
-from mrl.data.prefixes import add_trees
 from mrl.phases import ModelName
 from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample, TrainSequence
 from tests.rollouts import pulled
@@ -92,26 +91,16 @@ def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[R
 
 
 def pack_rows(
-    config: PolicyConfig,
-    plan: Iterable[Sequence[int]],
-    made: Mapping[int, TrainSequence] | None = None,
-    *,
-    shares: bool = False,
+    config: PolicyConfig, plan: Iterable[Sequence[int]], made: Mapping[int, TrainSequence] | None = None
 ) -> list[PackedRow]:
-    """The planned rows of one rank, padded as its layout asks; of the random rollouts where no sequences are given.
-
-    With `shares`, as trees of prefixes.
-    """
+    """The planned rows of one rank, padded as its layout asks; of the random rollouts where no sequences are given."""
     multiples = dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
     if made is None:
         made = {
             index: pulled(rollout, advantage, is_valid, place=PLACES.get(index, 0))
             for index, rollout, advantage, is_valid in rollouts()
         }
-    rows = [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
-    if shares:
-        add_trees(rows, divisible_by=config.row_multiple)
-    return rows
+    return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 
 def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[PackedRow]:

@@ -12,6 +12,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batch
 from mrl.data.packing import by_sequence
 from mrl.data.planning import summaries
+from mrl.data.prefixes import add_trees
 from mrl.types import Rollout, RolloutRequest, SamplingParams, TrainSequence
 from tests.rollouts import pulled
 from tests.stack.policy.parity_ranks import _gradients
@@ -100,9 +101,10 @@ def measure(rank: Rank, config: RunConfig, given: Sequence[TrainSequence], num_s
     with open_policy(rank, config) as policy:
         for step in range(num_steps):
             rows, logprob_rows = (
-                pack_rows(config.policy, plan[policy.dp_rank], made, shares=batch.shares_prefixes)
-                for plan in (batch.rows, batch.logprob_rows)
+                pack_rows(config.policy, plan[policy.dp_rank], made) for plan in (batch.rows, batch.logprob_rows)
             )
+            if batch.shares_prefixes:
+                add_trees([*rows, *logprob_rows], divisible_by=config.policy.row_multiple)
             policy.enter("logprob")
             policy.set_batch(rows, logprob_rows)
             policy.compute_old_logprobs()
