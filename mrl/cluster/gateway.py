@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from mrl import spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
@@ -33,7 +34,7 @@ from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.judge_runs import judge_run
-from mrl.config.rules.data import is_agent
+from mrl.config.rules.data import is_agent, parts_at_work
 from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -207,7 +208,10 @@ class GatewayActor:
 
         A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
         """
-        return asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
+        spans.begin("agents")
+        answer = asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
+        spans.end("agents")
+        return answer
 
     def last(self) -> None:
         """Never returns: its failure tells that the actor has died, whether it has agents or not."""
@@ -370,11 +374,11 @@ class GatewayGroup(Actors[GatewayActor]):
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
         return ended
 
-    def unreached(self) -> list[str]:
-        """Sentences on agents that cannot be reached: `64 rollouts wait for agent sums: http://...: no connection`."""
-        return [
-            f"{count} rollouts wait for {name}: {safe_text(reason)}" for name, (count, reason) in self._waits().items()
-        ]
+    def waits(self) -> list[str]:
+        """Sentences on agents that work or cannot be reached: `64 rollouts wait for agent sums: no connection`."""
+        lost, names = self._waits(), [task.prompt.env_name for task in self.book.unanswered()]
+        unreached = [f"{count} rollouts wait for {name}: {safe_text(reason)}" for name, (count, reason) in lost.items()]
+        return [*unreached, *parts_at_work([name for name in names if f"agent {name}" not in lost], self.config.env)]
 
     def _waits(self) -> dict[str, tuple[int, str]]:
         """Number of rollouts that wait for an agent that cannot be reached, and a reason, by the agent's name."""

@@ -33,7 +33,7 @@ from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
-from mrl.config.rules.data import NEMO_GYM
+from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.turns import Ending, TurnFormat
@@ -250,6 +250,10 @@ class Rewards(Actors[RewardActor]):
         """Turns without a decision yet on whether another one follows; 0 where rollouts have one turn."""
         return self.book.num_unfinished if self.decides else 0
 
+    def waits(self) -> list[str]:
+        """Sentences on environments with rollouts: `4 rollouts are with environment sums (my_rewards:sums)`."""
+        return parts_at_work([prompt.env_name for _, prompt, _ in self.book.unanswered()], self.config.env)
+
     def wait_until_built(self) -> None:
         starting, self._starting = self._starting, {}
         num_cores = self.wait(
@@ -281,7 +285,13 @@ class Rewards(Actors[RewardActor]):
                 )  # fmt: skip
 
         try:
-            self.news.wait(is_enough, what=VERDICTS, who=self.book.called, limit_s=self.silence_s, on_tick=tick)
+            self.news.wait(
+                is_enough,
+                what=VERDICTS,
+                who=lambda: [*self.waits(), *self.book.called()],
+                limit_s=self.silence_s,
+                on_tick=tick,
+            )
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
@@ -291,8 +301,7 @@ class Rewards(Actors[RewardActor]):
 
     def _missing(self) -> str:
         """The unjudged rollouts, for messages, with their number in each environment."""
-        counts = Counter(prompt.env_name for _, prompt, _ in self.book.unanswered())
-        return self.book.missing("; " + listed([f"{name}: {count}" for name, count in counts.most_common()]))
+        return self.book.missing("; " + listed(self.waits()))
 
     def take_seconds(self) -> float:
         """Seconds of scoring since the last call, waited for or not: those of the busiest actor."""

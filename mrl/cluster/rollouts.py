@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from conversion.texts import listed
 from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
 from mrl.cluster.book import GENERATION
@@ -192,8 +193,8 @@ class RolloutCollector:
             verdict = judged[0]
         self._note_judged(group, index, verdict)
 
-    def _unreached(self) -> list[str]:
-        return self.gateways.unreached() if self.gateways is not None else []
+    def _waits(self) -> list[str]:
+        return [*(self.gateways.waits() if self.gateways is not None else ()), *self.rewards.waits()]
 
     def _note_sampled(self, group: RolloutGroup, info: RolloutInfo) -> None:
         group.note_sampled(info)
@@ -208,7 +209,7 @@ class RolloutCollector:
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
             books = [self.engines.book, self.rewards.book, *([self.gateways.book] if self.gateways is not None else [])]
-            return [*self._unreached(), *(name for book in books for name in book.called())]
+            return [*self._waits(), *(name for book in books for name in book.called())]
 
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
@@ -217,9 +218,9 @@ class RolloutCollector:
             if undecided := self.rewards.num_undecided:
                 raise DeadlineExceeded(
                     f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait "
-                    "for their environment"
+                    f"for their environment: {listed(self.rewards.waits())}"
                 ) from None
-            reasons = [*self._unreached(), *filter(None, [hangs.explained(self.engines.book.called())])]
+            reasons = [*self._waits(), *filter(None, [hangs.explained(self.engines.book.called())])]
             told = "".join(f"; {reason}" for reason in reasons)
             raise DeadlineExceeded(
                 f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}"

@@ -7,6 +7,8 @@ import functools
 import importlib.metadata
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -69,6 +71,20 @@ def is_agent(env_name: str, config: EnvConfig) -> bool:
     return env_name in config.agents or (
         config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config))
     )
+
+
+def part_of(env_name: str, config: EnvConfig) -> str:
+    """Names the part that handles an environment's rows, with its address or path: `agent sums (http://host:8000)`."""
+    place = config.agents.get(env_name) or own_function(env_name, config)
+    if place is None and is_agent(env_name, config):
+        place = "of NeMo Gym's servers"
+    return f"{'agent' if is_agent(env_name, config) else 'environment'} {env_name}" + (f" ({place})" if place else "")
+
+
+def parts_at_work(env_names: Iterable[str], config: EnvConfig) -> list[str]:
+    """Sentences on rollouts by what handles them, most first: `12 rollouts are with agent sums (http://host:8000)`."""
+    counts = Counter(env_names).most_common()
+    return [f"{count} rollouts are with {part_of(name, config)}" for name, count in counts]
 
 
 def gives_accuracy(env_name: str, config: EnvConfig) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.errors import ConfigError, Problems
 from mrl.config.load import load_run
-from mrl.config.rules.data import check_environments, environment_names, is_agent, route_of
+from mrl.config.rules.data import check_environments, environment_names, is_agent, parts_at_work, route_of
 from mrl.config.rules.gym_servers import COMPARED, describe_routes
 from mrl.config.schema.env import EnvConfig, GymHeadConfig, NemoGymConfig, OwnEnvConfig
 from mrl.config.schema.run import RunConfig
@@ -60,6 +60,19 @@ def test_rows_go_to_graders_to_servers_and_to_agents_of_the_user():
     own.own, own.remote = OwnEnvConfig(agents={"mcqa_simple_agent": "a:b"}), {"swe_agents_train": "http://x/run"}
     assert [route_of(agent, own) for agent in agents[:3]] == ["mcqa_simple_agent", "math", "swe_agents_train"]
     assert "mcqa" in environment_names(own) and is_agent("mcqa_simple_agent", own)
+
+
+def test_a_wait_names_what_of_the_users_has_the_rollouts():
+    config = gym(command=sys.executable)
+    config.own = OwnEnvConfig(functions={"sums": "my_rewards:sums"}, agents={"tools": "my_agents:tools"})
+    config.remote = {"far": "http://far:8000/run"}
+    assert parts_at_work(["far", "math", "sums", "far", "tools", "swe_agents_train"], config) == [
+        "2 rollouts are with agent far (http://far:8000/run)",
+        "1 rollouts are with environment math",
+        "1 rollouts are with environment sums (my_rewards:sums)",
+        "1 rollouts are with agent tools (my_agents:tools)",
+        "1 rollouts are with agent swe_agents_train (of NeMo Gym's servers)",
+    ]
 
 
 def test_the_check_says_which_servers_somebody_starts():
