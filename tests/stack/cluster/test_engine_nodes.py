@@ -100,7 +100,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
         assert engines.call(EngineVerbs.live_digest)[0] == loaded
         (again,) = engines.apply(sample, deadline_s=DEADLINE_S)
         assert differences(together, again) == []
-        gateways = start_gateways(config, placement, engines, log_folder=tmp_path / "logs")
+        gateways = start_gateways(config, placement, engines, judges={}, log_folder=tmp_path / "logs")
         assert gateways is not None
         with openai.OpenAI(
             base_url=f"{gateways.urls[0]}/engines/0/v1", api_key=gateways.api_key, max_retries=0, timeout=HANG_S
