@@ -13,6 +13,7 @@ from pathlib import Path
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 ELSEWHERE = "or choose another folder"
+_FEW_INODES, _MANY_BYTES = 8, 1 << 20
 
 
 def _full(folder: Path) -> str:
@@ -20,8 +21,11 @@ def _full(folder: Path) -> str:
         while not folder.exists():
             folder = folder.parent
         found = os.statvfs(folder)
-        if found.f_files and not found.f_favail:
-            return f"all {found.f_files:,} inodes of that disk are taken: remove files there, {ELSEWHERE}"
+        # A failed writer has removed what it began, and with it freed some.
+        has_bytes = found.f_bavail * found.f_frsize > _MANY_BYTES
+        if found.f_files and found.f_favail < _FEW_INODES and has_bytes:
+            left = f"{found.f_favail} of {found.f_files:,} inodes of that disk are free, and each file takes one"
+            return f"{left}: remove files there, {ELSEWHERE}"
     return f"free space there, {ELSEWHERE}"
 
 

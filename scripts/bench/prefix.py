@@ -3,11 +3,14 @@
 
 Usage: python -m scripts.bench.prefix [--no-record] [--repeats 3] [--model nemotron_h|qwen3]
 
-A group of 16 rollouts, prompt to reply 1:1, 4:1 and 16:1, on one rank with one thread. Bare: Megatron's forward passes
-over packed rows of whole rollouts, then its forward, backward and optimizer step. mrl: `compute_old_logprobs` and
-GRPO's `train_step` over the same rollouts with `policy.share_prefixes=true`. Same process, weights, row lengths and
-optimizer, in turns. Seconds are those of the processor, which a busy host changes little. Activations are the bytes
-that autograd keeps for the backward passes of all rows.
+Groups of 16 rollouts, prompt to reply 1:1, 4:1 and 16:1, and two rollouts of an agent whose prompts repeat the
+conversation without earlier thoughts, on one rank with one thread. The agent's 11 turns have the lengths, a token for
+16 characters, of SWE-agent's demonstration of marshmallow-1867 with function calls (trajectories/demonstrations of
+github.com/princeton-nlp/SWE-agent). Bare: Megatron's forward passes over packed rows of whole rollouts, then its
+forward, backward and optimizer step. mrl: `compute_old_logprobs` and GRPO's `train_step` over the same rollouts with
+`policy.share_prefixes=true`. Same process, weights, row lengths and optimizer, in turns. Seconds are those of the
+processor, which a busy host changes little. Activations are the bytes that autograd keeps for the backward passes of
+all rows.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from scripts.bench.turns import bench_parser, lowest_to_highest, median, report,
 from tests.long.record import Row
 from tests.models import save_model
 from tests.stack.policy.policy_ranks import open_policy, pack_rows, run_config
+from tests.stack.policy.prefix_ranks import conversation, of_agent
 from tests.stack.ranks import Rank, RankPool
 
 GENERATIONS = 16
@@ -44,22 +48,55 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens of a prompt and of each reply, and the least speed of bare Megatron's that is asked of mrl."""
+    """Sequences to train, and the least speed of bare Megatron's that is asked of mrl; None: none is."""
 
-    prompt_tokens: int
-    reply_tokens: int
-    target: float
-
-    @property
-    def ratio(self) -> float:
-        """Tokens of whole rollouts over those with the prompt once."""
-        whole = GENERATIONS * (self.prompt_tokens + self.reply_tokens)
-        return whole / (self.prompt_tokens + GENERATIONS * self.reply_tokens)
+    name: str
+    sequences: Callable[[], list[TrainSequence]]
+    target: float | None
 
 
-CASES = (Case(48, 48, 1.7), Case(192, 48, 3.5), Case(768, 48, 7.0))
-ROW_TOKENS = 1664
-"""Room for the longest prompt with all its replies."""
+def rollouts(prompt_tokens: int, reply_tokens: int) -> list[TrainSequence]:
+    """A group of random replies."""
+    rng, sequences = np.random.default_rng(0), []
+    prompt = tuple(rng.integers(0, 256, prompt_tokens).tolist())
+    for index in range(GENERATIONS):
+        request = RolloutRequest("p", index, 0, 1, prompt, SamplingParams(1.0, 1.0, None, reply_tokens, ()))
+        tokens = rng.integers(0, 256, reply_tokens).astype(np.int32)
+        logprobs = rng.normal(-5.0, 0.3, reply_tokens).astype(np.float32)
+        rollout = Rollout(request, 1, tokens, logprobs, "length")
+        sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
+    return sequences
+
+
+TASK_CHARACTERS = 1658 + 3661
+"""Of the system's and the user's messages."""
+# Characters of a turn's thought, action and observation.
+TURN_CHARACTERS = (
+    *((213, 19, 40), (51, 244, 453), (69, 19, 3), (395, 5, 280), (166, 23, 84), (252, 37, 4137), (569, 119, 8978)),
+    *((128, 127, 4364), (346, 19, 3), (159, 15, 16), (27, 6, 578)),
+)
+
+
+def turns() -> list[TrainSequence]:
+    """The agent's two rollouts, of random tokens."""
+    rng = np.random.default_rng(0)
+    task = rng.integers(0, 256, TASK_CHARACTERS // 16).tolist()
+    lengths = [[-(-number // 16) for number in turn] for turn in TURN_CHARACTERS]
+    return [
+        sequence
+        for index in range(2)
+        for sequence in of_agent(conversation(rng, "p", index, task, lengths), float(rng.normal()), True)
+    ]
+
+
+CASES = (
+    Case("1 : 1", partial(rollouts, 48, 48), 1.7),
+    Case("4 : 1", partial(rollouts, 192, 48), 3.5),
+    Case("16 : 1", partial(rollouts, 768, 48), 7.0),
+    Case("an agent's turns", turns, None),
+)
+ROW_TOKENS = 2048
+"""Room for the longest prompt with all its replies, and for an agent's conversation with all its thoughts."""
 
 
 def main() -> None:
@@ -76,17 +113,18 @@ def rows_of(model_type: str, repeats: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), model_type, **WIDER[model_type])
         packing = [f"policy.sequence_packing.{stage}_mb_tokens={ROW_TOKENS}" for stage in ("train", "logprob")]
-        longest = "policy.max_total_sequence_length=1024"
+        longest = f"policy.max_total_sequence_length={ROW_TOKENS}"
         one = "cluster.cpu_units_per_node=1"
         config = run_config(Path(name), "one", "policy.share_prefixes=true", longest, one, *packing)
         for case in CASES:
-            ours, bare, kept = pool.run(measure, config, case, repeats, world_size=1, timeout_s=TIMEOUT_S)[0]
+            found = pool.run(measure, config, case, repeats, world_size=1, timeout_s=TIMEOUT_S)[0]
+            ours, bare, kept, whole, computed = found
             ratios = [theirs / own for own, theirs in zip(ours, bare, strict=True)]
             yield {
                 "model": model_type,
-                "prompt : reply": f"{case.prompt_tokens // case.reply_tokens} : 1",
-                "tokens, whole": GENERATIONS * (case.prompt_tokens + case.reply_tokens),
-                "fewer tokens": round(case.ratio, 2),
+                "prompt : reply": case.name,
+                "tokens, whole": whole,
+                "fewer tokens": round(whole / computed, 2),
                 "mrl s": median(ours),
                 "Megatron s": median(bare),
                 "speed of Megatron's": median(ratios),
@@ -99,35 +137,24 @@ def rows_of(model_type: str, repeats: int) -> Iterator[Row]:
     pool.close()
 
 
-def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[list[float], list[float], list[int]]:
-    """Seconds of mrl's steps and of bare ones, and the bytes that each keeps for its backward passes."""
-    sequences = rollouts(case)
+def measure(
+    rank: Rank, config: RunConfig, case: Case, repeats: int
+) -> tuple[list[float], list[float], list[int], int, int]:
+    """Seconds of mrl's steps and of bare ones, bytes that each keeps for its backward passes, and tokens of both."""
+    sequences = case.sequences()
     batch, made = make_batch(sequences, config), dict(enumerate(sequences))
     cost = sequence_cost(config.policy.model_name)
-    whole_plan, _ = plan_batch(
-        [sequence.rollout.num_tokens for sequence in sequences], config.policy, dp_size=1, cost=cost
-    )
+    lengths = [sequence.rollout.num_tokens for sequence in sequences]
+    whole_plan, _ = plan_batch(lengths, config.policy, dp_size=1, cost=cost)
     shared, whole = (pack_rows(config.policy, plan[0], made) for plan in (batch.rows, whole_plan))
     add_trees(shared, divisible_by=config.policy.row_multiple)
     assert sum(len(row.lengths) for row in shared) == sum(len(row.lengths) for row in whole) == len(sequences)
+    computed = sum(sum(row.lengths) if row.tree is None else len(row.tree.positions_U) for row in shared)
     with open_policy(rank, config) as policy:
         ways = {our_update: shared, bare_update: whole}
         seconds = take_turns({way: partial(timed, way, policy, rows) for way, rows in ways.items()}, repeats)
         kept = [kept_bytes(policy, rows) for rows in (shared, whole)]
-    return seconds[our_update], seconds[bare_update], kept
-
-
-def rollouts(case: Case) -> list[TrainSequence]:
-    """A group of random replies of the case's length."""
-    rng, sequences = np.random.default_rng(0), []
-    prompt = tuple(rng.integers(0, 256, case.prompt_tokens).tolist())
-    for index in range(GENERATIONS):
-        request = RolloutRequest("p", index, 0, 1, prompt, SamplingParams(1.0, 1.0, None, case.reply_tokens, ()))
-        tokens = rng.integers(0, 256, case.reply_tokens).astype(np.int32)
-        logprobs = rng.normal(-5.0, 0.3, case.reply_tokens).astype(np.float32)
-        rollout = Rollout(request, 1, tokens, logprobs, "length")
-        sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
-    return sequences
+    return seconds[our_update], seconds[bare_update], kept, sum(lengths), computed
 
 
 def timed(way: Callable[[PolicyRank, list[PackedRow]], None], policy: PolicyRank, rows: list[PackedRow]) -> float:

@@ -115,6 +115,13 @@ PATHS: dict[str, tuple[str, ...]] = {
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": (*_COPIES, "conversion/families"),
+    "prefix": (
+        *_UPDATE,
+        "mrl/policy/tree_layers.py",
+        "mrl/policy/trees.py",
+        "mrl/data/prefixes.py",
+        "mrl/data/planning.py",
+    ),
     "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
     "soak": (
         "mrl/train.py",

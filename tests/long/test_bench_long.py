@@ -95,8 +95,8 @@ def test_a_train_step_is_nearly_as_fast_as_bare_megatron():
 
 def test_shared_prefixes_are_faster_than_bare_megatron_on_whole_rows():
     rows = bench("prefix")
-    assert [row["prompt : reply"] for row in rows] == ["1 : 1", "4 : 1", "16 : 1"]
-    for row in rows:
+    assert [row["prompt : reply"] for row in rows] == ["1 : 1", "4 : 1", "16 : 1", "an agent's turns"]
+    for row in rows[:3]:
         assert number(row, "speed of Megatron's") >= number(row, "at least"), row
 
 

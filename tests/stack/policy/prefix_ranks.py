@@ -60,28 +60,37 @@ def rollouts() -> list[Rollout]:
 def agent_sequences() -> list[TrainSequence]:
     """Agents' turns without earlier thoughts in their prompts: a turn begins as the one before, up to its thoughts."""
     rng, found = np.random.default_rng(2), list[TrainSequence]()
-
-    def tokens(low: int, high: int) -> list[int]:
-        return rng.integers(0, 256, int(rng.integers(low, high))).tolist()
-
     for group in range(NUM_AGENT_GROUPS):
-        task = tokens(24, 40)
+        task = rng.integers(0, 256, int(rng.integers(24, 40))).tolist()
         for index in range(2):
-            history, rollouts = task, list[Rollout]()
-            for _ in range(NUM_TURNS):
-                thoughts, answer = tokens(4, 20), tokens(4, 16)
-                request = RolloutRequest(
-                    f"p{group}", index, 0, 1, tuple(history), SamplingParams(1.0, 1.0, None, 64, (258,))
-                )
-                own = np.array([*thoughts, *answer], dtype=np.int32)
-                logprobs = rng.normal(-5.0, 0.3, len(own)).astype(np.float32)
-                rollouts.append(Rollout(request, 1, own, logprobs, "stop"))
-                history = history + answer + tokens(8, 24)
-            advantage, is_valid = float(rng.normal()), (group, index) != (1, 0)
-            for place, info in enumerate(summaries(rollouts[::-1])):
-                pulled = replace(info, payload=rollouts[-1 - place], place=place)
-                found.append(TrainSequence(pulled, advantage, is_valid, float(index)))
+            lengths = [tuple(rng.integers((4, 4, 8), (20, 16, 24)).tolist()) for _ in range(NUM_TURNS)]
+            rollouts = conversation(rng, f"p{group}", index, task, lengths)
+            found += of_agent(rollouts, float(rng.normal()), (group, index) != (1, 0), float(index))
     return found
+
+
+def conversation(
+    rng: np.random.Generator, prompt_id: str, index: int, task: list[int], lengths: Sequence[Sequence[int]]
+) -> list[Rollout]:
+    """A rollout for each turn, of random tokens: thoughts and an answer, then an observation, by their `lengths`."""
+    history, rollouts = task, list[Rollout]()
+    for sizes in lengths:
+        thoughts, answer, observation = (rng.integers(0, 256, size).tolist() for size in sizes)
+        params = SamplingParams(1.0, 1.0, None, len(thoughts) + len(answer), (258,))
+        own = np.array([*thoughts, *answer], dtype=np.int32)
+        logprobs = rng.normal(-5.0, 0.3, len(own)).astype(np.float32)
+        request = RolloutRequest(prompt_id, index, 0, 1, tuple(history), params)
+        rollouts.append(Rollout(request, 1, own, logprobs, "stop"))
+        history = history + answer + observation
+    return rollouts
+
+
+def of_agent(rollouts: list[Rollout], advantage: float, is_valid: bool, reward: float = 0.0) -> list[TrainSequence]:
+    """The sequences of one rollout of an agent, the last turn first."""
+    return [
+        TrainSequence(replace(info, payload=rollouts[-1 - place], place=place), advantage, is_valid, reward)
+        for place, info in enumerate(summaries(rollouts[::-1]))
+    ]
 
 
 def sequences(rollouts: Sequence[Rollout]) -> list[TrainSequence]:

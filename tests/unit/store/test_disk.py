@@ -39,12 +39,14 @@ def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path, monkeypatch: p
     found = os.statvfs(tmp_path)
 
     class NoInodes:
-        f_files, f_favail = 60, 0
+        f_files, f_favail, f_bavail, f_frsize = 60, 2, 1000, 4096
 
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert found.f_favail == 0 or way_out(error, tmp_path / "not" / "yet").startswith("free space there")
+    assert found.f_favail < 8 or way_out(error, tmp_path / "not" / "yet").startswith("free space there")
     monkeypatch.setattr(os, "statvfs", lambda _: NoInodes)
-    assert way_out(error, tmp_path).startswith("all 60 inodes of that disk are taken")
+    assert way_out(error, tmp_path).startswith("2 of 60 inodes of that disk are free")
+    monkeypatch.setattr(NoInodes, "f_bavail", 10)
+    assert way_out(error, tmp_path).startswith("free space there")
 
 
 @pytest.mark.parametrize(
