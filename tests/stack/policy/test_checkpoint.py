@@ -68,7 +68,7 @@ def test_a_write_that_fails_in_the_background_is_told_with_its_file(ranks: RankP
     config = policy_ranks.run_config(folder, "one")
     ((message, loss),) = ranks.run(save_ranks.save_where_a_file_cannot_be_written, config, tmp_path, world_size=1)
     assert message.startswith(f"{tmp_path / 'iter_0000000'}: this rank's part of the checkpoint could not be written: ")
-    assert "Is a directory" in message and "checkpointing.checkpoint_dir" in message
+    assert "[Errno 21] Is a directory" in message, "the driver finds its advice by that number"
     assert np.isfinite(loss)
 
 
