@@ -29,7 +29,8 @@ def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **me
     With `router_replay=True` its routers follow the routes of `tests.routes.forced_routes`. Rows are padded to
     `row_multiple`.
     """
-    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280)
+    # A run decides about prefixes; these are not of a run.
+    config = PolicyConfig(model_name="-", precision=precision, max_total_sequence_length=1280, share_prefixes=False)
     config.make_sequence_length_divisible_by = int(str(megatron.pop("row_multiple", 1)))
     config.sequence_packing.sequence_length_round = 1
     config.megatron_cfg.optimizer = OptimizerConfig(
