@@ -356,8 +356,9 @@ def safe_console() -> Iterator[None]:
         yield
     finally:
         for console, stream in zip((sys.stdout, sys.stderr), streams, strict=True):
-            if isinstance(console, SafeConsole):
-                stream.write(safe_text(console.take_drawn()))
+            if isinstance(console, SafeConsole) and (drawn := console.take_drawn()):
+                with suppress(OSError, ValueError):  # a full disk, or closed
+                    stream.write(safe_text(drawn))
         sys.stdout, sys.stderr = streams
 
 

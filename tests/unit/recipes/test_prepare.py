@@ -72,6 +72,7 @@ def test_a_folder_that_cannot_be_made_is_named(out: str, capsys: pytest.CaptureF
     assert str(Path(out).parent) in printed and "name another folder" in printed
 
 
+@pytest.mark.usefixtures("fake_work")
 def test_a_failure_leaves_nothing(tmp_path: Path):
     with pytest.raises(RuntimeError, match="no luck"):
         prepare.main(["tiny", "--out", str(tmp_path / "tiny"), "--seed", "13"])
