@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from mrl.cluster.calls import answered
 from mrl.cluster.engines import CALLERS, EngineActor
 from mrl.cluster.errors import ActorName
-from mrl.cluster.scheduling import ENGINE
 from mrl.rollout.callers import Answered, Client, Params, Prompt, Sent
 from mrl.rollout.engine_lines import EngineLost
 
@@ -24,9 +23,9 @@ LISTEN_S = 1.0
 class EngineLine:
     """For a gateway's event loop. `client` names its process: engines drop the questions of a dead one."""
 
-    def __init__(self, index: int, handle: ActorHandle[EngineActor], client: Client) -> None:
+    def __init__(self, name: ActorName, handle: ActorHandle[EngineActor], client: Client) -> None:
         self.handle = handle
-        self._name, self._client = ActorName(ENGINE, index), client
+        self._name, self._client = name, client
         self._owed: dict[str, asyncio.Future[Answered]] = {}
         self._unsent: list[Sent] = []
         self._withdrawn: list[str] = []

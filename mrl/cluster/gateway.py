@@ -28,9 +28,9 @@ from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.engine_line import EngineLine
 from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
-from mrl.cluster.errors import ActorLost
+from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import in_loop
-from mrl.cluster.judge_engines import JudgeGroup
+from mrl.cluster.judge_engines import JudgeGroup, judge_engine
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.judge_runs import judge_run
@@ -163,9 +163,8 @@ class GatewayActor:
         of_judges = dict[str, Gateway]()
         for name, judge in self.config.judges.items():
             served = Handlers(with_limits(judge_run(self.config, name), gpu).policy)
-            of_judges[name] = Gateway(
-                EngineLines(self.index), served, api_key=api_key, max_model_len=judge.max_model_len, alias=name
-            )
+            lines = EngineLines(self.index, judge_engine(name))
+            of_judges[name] = Gateway(lines, served, api_key=api_key, max_model_len=judge.max_model_len, alias=name)
         gateway = Gateway(
             EngineLines(self.index),
             handlers,
@@ -198,7 +197,7 @@ class GatewayActor:
         self._lines[gateway] = [
             line
             if (line := before.get(index)) is not None and line.handle == handle
-            else EngineLine(index, handle, self._client)
+            else EngineLine(ActorName(gateway.engines.name, index), handle, self._client)
             for index, handle in enumerate(handles)
         ]
         gateway.engines.set(self._lines[gateway])

@@ -35,12 +35,17 @@ VERSION = 0
 """Weight version of a judge: that of its folder."""
 
 
+def judge_engine(name: str) -> str:
+    """The kind of a judge's engines, for messages: `judge fair engine`."""
+    return f"{JUDGE} {name} engine"
+
+
 class JudgeGroup(Actors[EngineVerbs]):
     """The engines of one judge, which gateways ask."""
 
     def __init__(self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, news: News) -> None:
         self.config = judge_run(config, name)
-        super().__init__(f"{JUDGE} {name} engine", deadline_s=config.deadlines.refit_s)
+        super().__init__(judge_engine(name), deadline_s=config.deadlines.refit_s)
         self._judge, self._placement, self._log_folder, self._news = name, placement, log_folder, news
         self._num_gateways = scheduling.num_gateways(config)
         self.on_change: Callable[[], None] = lambda: None

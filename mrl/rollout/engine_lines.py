@@ -38,9 +38,9 @@ class Line(Protocol):
 class EngineLines:
     """The engines. One that has died is left out of a question, and reported."""
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, name: str = "engine") -> None:
         """`first` is the engine that gets the first session: several gateways begin with different ones."""
-        self._first = first
+        self._first, self.name = first, name
         self._engines: list[Line] = []
         self._loads: dict[int, int] = {}
         """Number of sessions, by engine."""
@@ -90,7 +90,7 @@ class EngineLines:
                     return answered
             if time.monotonic() > warned_at + WARN_S:
                 warned_at = time.monotonic()
-                logger.warning("No engine has answered for %g s; requests wait for one", WARN_S)
+                logger.warning("No %s has answered for %g s; requests wait for one", self.name, WARN_S)
             await asyncio.sleep(RETRY_S)
 
     async def health(self, index: int) -> tuple[bool, int | None]:
@@ -114,11 +114,14 @@ class EngineLines:
             session.asks = None
 
     def _in_order(self, first: int | None) -> list[int]:
-        """Orders engines: `first`, whose cache may have the conversation, then those with fewest sessions."""
+        """Orders engines: `first`, whose cache may have the conversation, then by fewest sessions, fewest questions."""
         num = len(self._engines)
-        return sorted(
-            range(num), key=lambda index: (index != first, self._loads.get(index, 0), (index - self._first) % num)
-        )
+
+        def place(index: int) -> tuple[bool, int, int, int]:
+            asking = len(self._asking.get(index, ()))
+            return index != first, self._loads.get(index, 0), asking, (index - self._first) % num
+
+        return sorted(range(num), key=place)
 
     async def _try(self, index: int, prompt: Prompt, params: Params) -> Answered | None:
         asked = asyncio.ensure_future(self._engines[index].ask(prompt, params))
@@ -133,7 +136,7 @@ class EngineLines:
             return None
         except EngineLost as lost:
             self.unreachable.add(index)
-            logger.warning("Engine %d cannot be reached: %s", index, lost)
+            logger.warning("Requests to %s %d are asked again: %s", self.name, index, lost)
             return None
         finally:
             asking.discard(asked)

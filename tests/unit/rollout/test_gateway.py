@@ -289,6 +289,23 @@ def test_sessions_are_spread_and_stay(running: Running, engine: FakeEngine):
     assert [len(engine.asked), len(other.asked)] == [2, 3]
 
 
+def test_requests_without_a_session_go_to_the_engine_with_fewest_questions(running: Running, engine: FakeEngine):
+    running.use(*(engines := [engine, FakeEngine(), FakeEngine()]))
+    for one in engines:
+        one.released.clear()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with (
+        ThreadPoolExecutor(6) as threads,
+        httpx.Client(base_url=running.url, headers={"Authorization": f"Bearer {RUN_KEY}"}, timeout=HANG_S) as plain,
+    ):
+        waiting = [threads.submit(plain.post, "/v1/chat/completions", json=body) for _ in range(6)]
+        wait_until(lambda: sum(len(one.asked) for one in engines) == 6, what="all questions are under way")
+        for one in engines:
+            one.released.set()
+        assert all(one.result(HANG_S).is_success for one in waiting)
+    assert [len(one.asked) for one in engines] == [2, 2, 2]
+
+
 def test_who_hangs_up_or_is_over_leaves_nothing(running: Running, engine: FakeEngine):
     engine.released.clear()
     with ThreadPoolExecutor(1) as thread:
