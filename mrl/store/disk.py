@@ -29,6 +29,10 @@ def _full(folder: Path) -> str:
     return f"free space there, {ELSEWHERE}"
 
 
+def _refused(path: Path) -> str:
+    return f"let this user (id {os.getuid()}) read and write {path} and what is in it, {ELSEWHERE}"
+
+
 def _too_large(_: Path) -> str:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -44,8 +48,8 @@ _WAYS_OUT: Mapping[int, Callable[[Path], str]] = {
         "it is mounted read-only, as the kernel does after an error of a disk (dmesg names it): have it mended and "
         f"mounted again, {ELSEWHERE}"
     ),
-    errno.EACCES: lambda folder: f"let this user (id {os.getuid()}) write to {folder} and what is in it, {ELSEWHERE}",
-    errno.EPERM: lambda folder: f"let this user (id {os.getuid()}) write to {folder} and what is in it, {ELSEWHERE}",
+    errno.EACCES: _refused,
+    errno.EPERM: _refused,
     errno.EIO: lambda _: f"its disk or file server fails (dmesg names it): have it mended, {ELSEWHERE}",
     errno.ESTALE: lambda _: f"its file server has lost it: have it mounted again, {ELSEWHERE}",
     errno.ENOMEM: lambda _: "no memory is left: raise ulimit -v or the memory of the job, or end what else runs here",
@@ -55,8 +59,13 @@ _WAYS_OUT: Mapping[int, Callable[[Path], str]] = {
 
 
 def way_out(error: OSError | str, folder: Path) -> str:
-    """Advice on an error of the disk of `folder`; "" if its number, in a rank's text as `[Errno N]`, is of no disk."""
+    """Advice on an error of the disk of `folder`; "" if its number, in a rank's text as `[Errno N]`, is of no disk.
+
+    An error that names a path elsewhere is one of that path.
+    """
     number = error.errno if isinstance(error, OSError) and error.errno else None
     if number is None and (found := _NUMBER.search(str(error))) is not None:
         number = int(found[1])
-    return _WAYS_OUT[number](folder) if number is not None and number in _WAYS_OUT else ""
+    named = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else folder
+    place = folder if named.is_relative_to(folder) else named
+    return _WAYS_OUT[number](place) if number is not None and number in _WAYS_OUT else ""

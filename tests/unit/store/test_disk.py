@@ -63,6 +63,13 @@ def test_each_error_has_its_own_way_out(tmp_path: Path, number: int, advice: str
     assert advice in way_out(f"tmp_step_2: [Errno {number}] {os.strerror(number)}", tmp_path)
 
 
+def test_an_error_of_a_path_elsewhere_names_that(tmp_path: Path):
+    folder = tmp_path / "run"
+    for named, told in ((folder / "report.html", folder), (tmp_path / "rows.jsonl", tmp_path / "rows.jsonl")):
+        error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(named))
+        assert f" read and write {told} and " in way_out(error, folder)
+
+
 def test_errors_of_no_disk_have_none(tmp_path: Path):
     assert (
         way_out(ConnectionResetError(errno.ECONNRESET, "reset"), tmp_path)
