@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from mrl.config.errors import spell
@@ -41,7 +42,7 @@ def obstacle_to_auto(config: RunConfig) -> str:
     for key, value, right in find_obstacles(config):
         return f"{key}={spell(value)}, and it goes only with {spell(right)}"
     megatron = config.policy.megatron_cfg
-    if read_model(Path(config.policy.model_name)).mla:
+    if _has_latent_attention(Path(config.policy.model_name)):
         return "the model has latent attention, which computes no trees of prefixes"
     balancing = megatron.moe_router_load_balancing_type
     if balancing in OF_ROWS and megatron.moe_aux_loss_coeff > 0:
@@ -49,6 +50,12 @@ def obstacle_to_auto(config: RunConfig) -> str:
     if config.cluster.gpus_per_node:
         return "no run on GPUs has shown yet that it pays there; policy.share_prefixes=true tries it"
     return ""
+
+
+# Every batch asks, which must not wait for the file system of the model.
+@cache
+def _has_latent_attention(folder: Path) -> bool:
+    return bool(read_model(folder).mla)
 
 
 def sharing_of(config: RunConfig, model: ModelName = "policy") -> ShareOrNot:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -189,6 +190,15 @@ def test_auto_shares_by_the_tokens_of_the_batch(model: str):
     whole = batch(replace(policy, share_prefixes=False), grouped(prompt=20))
     assert not whole.shares_prefixes
     assert "train/prefix_sharing" not in whole.metrics
+
+
+def test_further_batches_need_no_file_of_the_model(model: str, tmp_path: Path):
+    """The file system of the model may be slow, or have been cleaned up."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    policy = policy_config(256, model=str(folder))
+    first = batch(policy, grouped(prompt=20))
+    shutil.rmtree(folder)
+    assert batch(policy, grouped(prompt=20)) == first
 
 
 def test_auto_leaves_a_batch_that_saves_little_as_it_is(model: str):
