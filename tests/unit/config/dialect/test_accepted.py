@@ -92,6 +92,7 @@ WITHOUT_EFFECT = [
     "grpo.penalize_malformed_thinking=true",
     "grpo.invalid_tool_call_strategy=mask",
     "policy.generation.mcore_generation_config.anything.new=1",
+    "policy.generation.longest_first=true",  # stands in the config.yaml of earlier runs
     "env.nemo_gym.is_trajectory_collection=false",
     "env.nemo_gym.skip_verification=false",
     "env.nemo_gym.num_gpu_nodes=0",
