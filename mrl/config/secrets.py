@@ -330,7 +330,7 @@ class SafeConsole:
             if not self._is_bar:
                 self._is_bar, self._due = True, now + BAR_INTERVAL_S
             self._drawn = text.rpartition("\r")[2].rstrip()
-            if now < self._due:
+            if now < self._due and not text.endswith("\n"):  # no later drawing replaces a whole line
                 return ""
             self._due = now + BAR_INTERVAL_S
             return self.take_drawn()

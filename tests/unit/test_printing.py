@@ -128,6 +128,7 @@ def main():
             pass
     sys.stderr.write("\\r 50%|#    |")
     print("said", file=sys.stderr)
+    sys.stderr.write("\\rover a bar\\n")
     sys.stderr.write("\\r 70%|#    |")
     return 0
 
@@ -135,4 +136,4 @@ sys.exit(run_entry(main))
 """
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
     said = [line.partition("|")[0].strip() for line in done.stderr.splitlines()]
-    assert said == ["one: 100%", "outer:   0%", "outer:  50%", "outer: 100%", "50%", "said", "70%"]
+    assert said == ["one: 100%", "outer:   0%", "outer:  50%", "outer: 100%", "50%", "said", "over a bar", "70%"]
