@@ -467,6 +467,10 @@ TokenSamples = Mapping[str, Sequence[tuple[RolloutInfo, TokenSample]]]
 """Sequences of some rollouts, by request id; the first sequence of a rollout first."""
 
 
+PREFIX_SHARING = "train/prefix_sharing"
+"""Metric of batches whose rows share prefixes: rollout tokens for each token that is computed."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """A global batch: its sequences, and the row of the data-parallel rank where each is trained."""
@@ -485,8 +489,11 @@ class Batch:
     num_valid_sequences: int
     metrics: dict[str, float]
     """Metrics of the rows' fill and the ranks' balance: `train/*`."""
-    shares_prefixes: bool = False
-    """Rows have what their sequences have in common once."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if rows have the beginnings that their sequences have in common once. Records of old steps say it so."""
+        return PREFIX_SHARING in self.metrics
 
 
 @dataclass

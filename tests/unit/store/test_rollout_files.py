@@ -22,8 +22,9 @@ from mrl.loop.rollouts import open_kept, reviver
 from mrl.store import rollout_files
 from mrl.store.identity import conditions_of
 from mrl.store.ledger import LedgerState
-from mrl.store.rollout_files import KeptFile, KeptRollouts, drop_kept, read_record, write_record
+from mrl.store.rollout_files import KeptFile, KeptRollouts, RecordedStep, drop_kept, read_record, write_record
 from mrl.types import (
+    Batch,
     Flaw,
     Prompt,
     Proposals,
@@ -423,3 +424,11 @@ def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setti
     ) as found:
         assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []
         assert reviver(found)(0, prompt("a")) is None
+
+
+@pytest.mark.parametrize("metrics", [{}, {"train/prefix_sharing": 1.5}])
+def test_records_of_every_version_say_whether_rows_share_prefixes(tmp_path: Path, metrics: dict[str, float]):
+    batch = Batch(sequences=(), rows=(), logprob_rows=(), num_valid_tokens=0, num_valid_sequences=0, metrics=metrics)
+    write_record(tmp_path / "step.mrl", RecordedStep(1, 0, "", (batch,), ({},), {}, ""))
+    (read,) = read_record(tmp_path / "step.mrl", RecordedStep).batches
+    assert read.shares_prefixes == bool(metrics)
