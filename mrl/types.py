@@ -219,9 +219,7 @@ class RolloutInfo:
     proposals: Proposals = Proposals()
     epoch: int = 0
     further: tuple[RolloutInfo, ...] = ()
-    """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its
-    advantage.
-    """
+    """Other sequences of an agent's rollout: of sub-agents, retries, compacted conversations; with its advantage."""
     place: int = 0
     """Place in `sequences`; above 0 for one of these."""
     common: tuple[int, ...] = ()
@@ -443,9 +441,7 @@ class TrainSequence:
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
     """Token advantages that replace its own; the later one counts where they overlap."""
     teacher: TeacherTokens | PayloadRef | None = None
-    """Reference to the outputs of the rollout's teacher, if it has one; on a policy rank and in files these
-    themselves.
-    """
+    """Reference to the outputs of the rollout's teacher, if any; on a policy rank and in files these themselves."""
 
 
 @dataclass(frozen=True)
@@ -465,10 +461,6 @@ class TokenSample:
 
 TokenSamples = Mapping[str, Sequence[tuple[RolloutInfo, TokenSample]]]
 """Sequences of some rollouts, by request id; the first sequence of a rollout first."""
-
-
-PREFIX_SHARING = "train/prefix_sharing"
-"""Metric of batches whose rows share prefixes: rollout tokens for each token that is computed."""
 
 
 @dataclass(frozen=True)
@@ -493,7 +485,7 @@ class Batch:
     @property
     def shares_prefixes(self) -> bool:
         """True if rows have the beginnings that their sequences have in common once. Records of old steps say it so."""
-        return PREFIX_SHARING in self.metrics
+        return "train/prefix_sharing" in self.metrics
 
 
 @dataclass

@@ -12,7 +12,7 @@ from mrl.config.sharing import AUTO, LEAST_SAVING, sharing_of
 from mrl.data import planning
 from mrl.data.packing import padded_length
 from mrl.data.planning import MIN_SAVED_TOKENS, RowPlan, SequenceCost, Unit, prompt_units, sequence_cost
-from mrl.types import PREFIX_SHARING, Batch, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence, Turn
+from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def make_batch(sequences: Sequence[TrainSequence], config: RunConfig, model: Mod
     plans = plan_batch(lengths, policy, dp_size=dp_size, cost=cost)
     metrics = plan_metrics(plans[0], lengths, policy, cost)
     if saving is not None:
-        metrics[PREFIX_SHARING] = saving
+        metrics["train/prefix_sharing"] = saving
     rows, logprob_rows = (spread(plan, [unit.indices for unit in units]) for plan in plans)
     return Batch(
         sequences=tuple(sequences),
