@@ -218,7 +218,10 @@ def examine_config(
         ]
     look = _known(lambda: look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate), Look())
     lacks, slower = _known(lambda: look_at_environment(config), ([], []))
-    problems = list(dict.fromkeys([*problems, *lacks, *look.problems]))
+    # Reading rows fails for the own function that a rule has refused by its key.
+    sentences = {problem.sentence for problem in problems}
+    seen = [problem for problem in look.problems if problem.key or problem.sentence not in sentences]
+    problems = list(dict.fromkeys([*problems, *lacks, *seen]))
     doubts = [*find_doubts(config), *slower, *look.doubts]
     checked = replace(loaded, config=config, problems=problems, doubts=doubts, unseen=look.unseen)
     if not (to_evaluate or checked.refused or checked.unchecked) and config.cluster.gpus_per_node:

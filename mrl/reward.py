@@ -64,18 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find_fitting(path, REWARD)
         except ValueError as error:
             raise ValueError(f"{options.function}: {error}") from error
-        rows = [
+        data = [
             f"data.train.data_path={json.dumps(str(options.rows))}",
             "data.validation=null",
             f"data.default.env_name={NAME}",
         ]
-        config = load_config("grpo_tiny.yaml", [*rows, f"++env.own.functions.{NAME}={path}", *options.overrides])
-        named = _tasks(_rows(config), options.replies)
+        config = load_config("grpo_tiny.yaml", [*data, f"++env.own.functions.{NAME}={path}", *options.overrides])
+        rows, num_rows = _rows(config)
+        named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {error}\n")
     verdicts = asyncio.run(_judge([task for _, task in named], config))
     sys.stdout.flush()
     print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))
+    if len(rows) < num_rows:
+        print(f"The first {len(rows)} of {num_rows:,} rows were judged")
     return 0 if all(verdict.has_reward for verdict in verdicts) else 1
 
 
@@ -90,7 +93,8 @@ def _module_path(function: str) -> str:
     return f"{Path(file).stem}:{name}"
 
 
-def _rows(config: RunConfig) -> list[tuple[str, Prompt]]:
+def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
+    """The first rows with their ids, and the number of all."""
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
 
@@ -101,7 +105,7 @@ def _rows(config: RunConfig) -> list[tuple[str, Prompt]]:
         reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"})
     )
     found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, rendered: (row_id, rendered[1]))
-    return [found[index] for index in range(min(len(found), MAX_ROWS))]
+    return [found[index] for index in range(min(len(found), MAX_ROWS))], len(found)
 
 
 def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tuple[str, Task]]:
@@ -113,7 +117,8 @@ def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tup
     )
     if len(texts) < len(rows):
         raise ValueError(
-            f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order"
+            f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order "
+            f"(the first {MAX_ROWS} are judged)"
         )
     return [
         (row_id, Task((safe_text(text),), row.expected_answer, row.text, row.row))

@@ -115,15 +115,17 @@ def find(path: str) -> Callable[..., object]:
     try:
         found = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module runs the user's code
-        raise ValueError(f"cannot be imported ({type(error).__name__}: {error}); {_way_out(path)}") from error
+        raise ValueError(f"cannot be imported ({type(error).__name__}: {error}); {_way_out(path, error)}") from error
     if not is_path(path) or not callable(found):
         raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name")
     return found
 
 
-def _way_out(path: str) -> str:
+def _way_out(path: str, error: Exception) -> str:
     name = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     if (module := sys.modules.get(name)) is None:
+        if not isinstance(error, ImportError):
+            return "correct its module"
         return "write package.module:name, and start the run in the module's folder, install it, or set PYTHONPATH"
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name and callable(value)]
     return f"{getattr(module, '__file__', name)} has {', '.join(own) or 'no function and no class'}"

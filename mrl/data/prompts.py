@@ -236,7 +236,8 @@ def _check_columns(path: str, row: ParsedRow) -> None:
         raise RowError(
             f"{path} takes {', '.join(missing)}, and the row has no such "
             f"column{'' if row.answer else ', and no answer'}; beside question and answer it has "
-            f"{', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}"
+            f"{', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}; "
+            "rename the parameter, or give it a default"
         )
 
 

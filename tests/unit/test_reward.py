@@ -72,6 +72,20 @@ def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest
     assert "2 of 2 replies have no reward" in said
 
 
+def test_rows_beyond_the_first_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n' * 101)
+    assert run(folder, "judge") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "The first 100 of 101 rows were judged"
+
+
+def test_a_module_that_is_wrong_is_to_be_corrected(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path(f"{folder.name}_mine.py").write_text("def judge(response)\n    return 1.0\n")
+    with pytest.raises(SystemExit):
+        run(folder, "judge")
+    said = capfd.readouterr().err
+    assert f"SyntaxError: expected ':' ({folder.name}_mine.py, line 1)); correct its module" in said
+
+
 def test_it_is_confined_as_in_a_run(folder: Path, capfd: pytest.CaptureFixture[str]):
     assert run(folder, "writes") == 1
     assert "own functions get no network, process or file to write unless env.own.allow" in capfd.readouterr().out
