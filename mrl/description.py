@@ -15,6 +15,7 @@ from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import describe_sharing
+from mrl.config.texts import counted
 from mrl.data.order import count_steps
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.phases import ModelName
@@ -57,12 +58,13 @@ def _batch(config: RunConfig) -> str:
 
 def _slots(config: RunConfig) -> str:
     cluster = config.cluster
-    what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    graders = f"; further nodes for rewards: {config.num_grader_nodes}" if config.num_grader_nodes else ""
-    return (
-        f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = "
-        f"{cluster.num_slots} {what}{graders}"
+    slots = (
+        counted(cluster.num_slots, "GPU")
+        if cluster.gpus_per_node
+        else f"{counted(cluster.num_slots, 'policy rank')} without GPUs"
     )
+    graders = f"; further nodes for rewards: {config.num_grader_nodes}" if config.num_grader_nodes else ""
+    return f"{counted(cluster.num_nodes, 'node')} x {cluster.slots_per_node} = {slots}{graders}"
 
 
 def _trainer(config: RunConfig, model: ModelName = "policy") -> str:
@@ -152,7 +154,7 @@ def _data(config: RunConfig) -> str:
 
 
 def _tokens(config: RunConfig) -> str:
-    policy, sampled, rows = config.policy, "", f"{config.policy.train_micro_batch_size} sequences a row"
+    policy, sampled, rows = config.policy, "", f"{counted(config.policy.train_micro_batch_size, 'sequence')} a row"
     if policy.sequence_packing.enabled:
         rows = f"packed into rows of {policy.sequence_packing.train_mb_tokens:,}"
     elif policy.dynamic_batching.enabled:
@@ -164,18 +166,20 @@ def _tokens(config: RunConfig) -> str:
 
 def _steps(config: RunConfig) -> str:
     training = config.training
-    limits = f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs"
+    limits = f"at most {training.max_num_steps:,} (-1 = all), and {counted(training.max_num_epochs, 'epoch')}"
     num_steps = None
     with suppress(NotKnown, ValueError):  # of which the report has a line of its own
         num_steps = count_steps(config, most_rows=COUNTED_ROWS)
     if num_steps is not None and not 0 <= training.max_num_steps <= num_steps:
         limits += f" = {num_steps:,} step{'s' * (num_steps > 1)}, as the data have no more rows"
-    return f"{limits}; validation every {training.val_period} (0 = never)"
+    return f"{limits}; {f'validation every {training.val_period}' if training.val_period else 'no periodic validation'}"
 
 
 def _optimizer(config: RunConfig) -> str:
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
-    rate = f"lr {optimizer.lr:g} {scheduler.lr_decay_style} to {optimizer.min_lr:g}"
+    # A constant rate never reaches min_lr.
+    end = "" if scheduler.lr_decay_style == "constant" else f" to {optimizer.min_lr:g}"
+    rate = f"lr {optimizer.lr:g} {scheduler.lr_decay_style}{end}"
     return f"{optimizer.optimizer}, {rate} after {scheduler.lr_warmup_iters} steps of warmup"
 
 

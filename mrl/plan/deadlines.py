@@ -16,6 +16,7 @@ from conversion.files.hf_folder import weight_files
 from mrl.config.model import read_model
 from mrl.config.rules.checks import checkpoint_bytes
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import counted
 from mrl.data.planning import sequence_cost
 from mrl.phases import ModelName
 
@@ -117,7 +118,8 @@ def _train_deadline(config: RunConfig, model: ModelName) -> Deadline:
         cost = sequence_cost(policy.model_name, config.mtp_steps_of(model))
         compute_s = num_sequences * (cost.of(length) + cost.scan_per_token * length) / (ranks * flops)
         parts[
-            f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on {ranks} ranks at {rate}"
+            f"{compute_s:,.0f} s for {num_sequences:,} forward passes of {length:,} tokens on "
+            f"{counted(ranks, 'rank')} at {rate}"
         ] = compute_s
     except ValueError:
         rest = f"; the time to compute is added once {policy.model_name} is here"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from mrl.config.dialect.tables import SAME_VALUE
-from mrl.config.errors import COMMAND_LINE, Problem
+from mrl.config.errors import COMMAND_LINE, Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
@@ -157,7 +157,7 @@ class Translation:
     def put(self, source: str, setting: Setting, target: str, value: object) -> None:
         """Sets `target` because of `source`, and reports it."""
         self.set(source, setting, target, value)
-        self.lines.append(f"{describe(split_key(self.name(source)), setting)} -> {self.name(target)}={value}")
+        self.lines.append(f"{describe(split_key(self.name(source)), setting)} -> {self.name(target)}={spell(value)}")
 
     def put_same(self, source: str, target: str) -> None:
         """Puts the value of `source`, if that is set, at `target`."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from mrl import env
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, is_gyms, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
-from mrl.config.errors import COMMAND_LINE, Problem
+from mrl.config.errors import COMMAND_LINE, Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.keys import LIKE_POLICY
@@ -249,5 +249,5 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     if new == old:
         return setting
     note = NOTES.get((".".join(key), old)) if isinstance(old, Hashable) else None
-    report.translated.append(f"{describe(key, setting)} -> {new}{f': {note}' if note else ''}")
+    report.translated.append(f"{describe(key, setting)} -> {spell(new)}{f': {note}' if note else ''}")
     return Setting(new, setting.origin)
