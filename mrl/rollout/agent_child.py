@@ -23,6 +23,7 @@ import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, cast
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -128,11 +129,21 @@ class LoopWatch:
         self._beat = time.monotonic()
 
 
+def _own(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    return [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of an agent at which it raised, as ` (FILE:LINE)`; "" where it lies in no file of its own."""
+    mrl = str(Path(__file__).parents[1])
+    own = [frame for frame in _own(traceback.extract_tb(error.__traceback__)) if not frame.filename.startswith(mrl)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of a stack that is no library's, as `FILE:LINE in FUNCTION: SOURCE`."""
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
-    frame = (own or list(frames))[-1]
+    frame = (_own(frames) or list(frames))[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
@@ -169,7 +180,7 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # by whoever ends the request, and not by what the agent waits for
             logger.warning("An agent failed", exc_info=error)
-            return _json({"error": f"{type(error).__name__}: {error}"})
+            return _json({"error": f"{type(error).__name__}: {error}{raised_at(error)}"})
         texts = {"columns": dict(found.columns), "extracted": found.extracted}
         is_masked = MASK_SAMPLE in found.flags
         return _json({"reward": found.reward, "components": dict(found.components), "mask": is_masked, **texts})
