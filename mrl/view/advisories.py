@@ -137,7 +137,9 @@ def _altered(kind: str) -> Measure:
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
         row = rows[-1] if rows else {}
-        return max((count or 0.0 for name, count in row.items() if f"/{kind}_" in name), default=None)
+        # Of an environment: `rollout/dropped_agent_groups` is none of these.
+        altered = [name for name in row if name.count("/") == 2 and f"/{kind}_" in name]
+        return max((row[name] or 0.0 for name in altered), default=None)
 
     return measure
 
