@@ -297,8 +297,8 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
     for what, name in (mean, ("loss", "val/val_loss"), ("loss", "val/validation-default_loss")):
         points = [(int(row["step"] or 0), value) for row in rows if (value := row.get(name)) is not None]
         if points:
-            text = f"{points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}"
-            lines.append((f"held-out {what}", text))
+            ends = dict.fromkeys(f"{value:.3f} at step {step}" for step, value in (points[0], points[-1]))
+            lines.append((f"held-out {what}", ", ".join(ends)))
     if masked := masked_text(rows):
         lines.append(("masked", masked))
         reasons = dict[str, str]()
