@@ -28,7 +28,7 @@ from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import redact, run_entry, start_logging
 from mrl.data.order import find_few_rows
-from mrl.description import ROWS
+from mrl.description import ROWS, ROWS_OF_TRAINING
 from mrl.gpus import find_fault, host_gpus
 from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
@@ -285,7 +285,7 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
     """Logs the findings of a check, and returns the exit code."""
     groups: dict[str, Sequence[Problem | str]] = {}
     if checked.path is not None:
-        described = [] if checked.config is None else describe_run(checked.config)
+        described = [] if checked.config is None else describe_run(checked.config, to_evaluate=to_evaluate)
         groups[f"Config: {checked.path}"] = [*described, *([checked.prediction] if checked.prediction else [])]
     groups |= {f"NeMo RL's keys, {title}: {len(lines)}": lines for title, lines in checked.migration.sections().items()}
     config = checked.config
@@ -312,10 +312,12 @@ def _changes(config: RunConfig) -> list[str]:
     return changes_since(Path(config.checkpointing.checkpoint_dir) / RUN_CONFIG, config)
 
 
-def describe_run(config: RunConfig) -> list[str]:
+def describe_run(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     """Describes the run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
     lines = []
     for name, text in ROWS.items():
+        if to_evaluate and name in ROWS_OF_TRAINING:
+            continue
         try:
             found = text(config).splitlines()
             lines += [f"{label:<{WIDTH}}{line}" for label, line in zip((name, *[""] * len(found)), found, strict=False)]

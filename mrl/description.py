@@ -221,3 +221,8 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "deadlines": lambda config: "\n".join(map(str, all_deadlines(config))),
 }
 """Line of the report -> what it says of a run."""
+ROWS_OF_TRAINING = (
+    *("algorithm", "trainer", "teacher", "critic", "batch", "prefixes", "steps", "optimizer", "run folder"),
+    *("checkpoints", "deadlines"),
+)
+"""Lines that say nothing of an evaluation."""
