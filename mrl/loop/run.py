@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.config.texts import counted
 from mrl.loop.signal_watch import MaskTally, NoSignal, reason_of_masks
 from mrl.metrics import MASKED_IN_A_ROW, SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
@@ -264,8 +265,9 @@ class Run(Generic[S_co]):
         """Ends a run where no rollout of too many steps in a row counted, also of earlier attempts; they are saved."""
         limit, found = self.config.rollouts.max_masked_steps, step.metrics.get(MASKED_IN_A_ROW, 0.0)
         if limit is not None and found >= min(limit, self.last_step):
+            steps = f"{counted(int(found), 'step')} in a row" if found >= limit else "all steps of the run"
             raise Stopped from NoSignal(
-                f"No signal in step {step.number}: {reason}. Nothing was learned in {found:g} steps in a row, and "
+                f"No signal in step {step.number}: {reason}. Nothing was learned in {steps}, and "
                 f"grpo.max_masked_steps={limit} ends the run: correct what the reason names "
                 f"({self.folder.log_folder / 'actors'} has each rollout's), or raise that key"
             )
