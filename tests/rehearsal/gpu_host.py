@@ -15,6 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -137,6 +138,8 @@ class Rank:
         from mrl.policy.weights import rank_tensors
 
         assert FLAVOUR == "te"
+        # A run decides what auto is.
+        config = replace(config, share_prefixes=config.share_prefixes is True)
         self.coords = parallel.coordinates()
         self.layout: Layout = live_layout(config, hf_config, self.coords)
         with torch.device(device):
