@@ -75,9 +75,7 @@ class JudgeGroup(Actors[EngineVerbs]):
                     if not is_up:
                         await self._restart(index)
                         is_up = True
-                    asked = self.handles[index].num_answered.options(concurrency_group=CALLERS).remote()
-                    num_answers = await answered(asked, actor=self.name(index), what="sign of life")
-                    await asyncio.sleep(LOOK_S)
+                    num_answers = await self._look(index)
                 except ActorLost as lost:
                     num_fruitless = 0 if num_answers else num_fruitless + 1
                     num_answers, is_up = 0, False
@@ -86,6 +84,13 @@ class JudgeGroup(Actors[EngineVerbs]):
                     logger.warning("%s; it is started again", lost)
         except Exception as error:  # whoever waits raises it
             self._news.fail(error)
+
+    async def _look(self, index: int) -> int:
+        """Number of an engine's answers since it started, when the next look is due."""
+        asked = self.handles[index].num_answered.options(concurrency_group=CALLERS).remote()
+        num_answers = await answered(asked, actor=self.name(index), what="sign of life")
+        await asyncio.sleep(LOOK_S)
+        return num_answers
 
     async def _restart(self, index: int) -> None:
         name = self.name(index)
