@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mrl.config.schema.policy import SequencePackingConfig
+from mrl.recipes.tiny import prepare_tiny
+from tests.learn.quickstart import TRAIN_TIMEOUT_S, call
 from tests.long.record import DATA_FOLDER, Row
 from tests.sources import ROOT
 
@@ -98,6 +101,34 @@ def test_shared_prefixes_are_faster_than_bare_megatron_on_whole_rows():
     assert [row["prompt : reply"] for row in rows] == ["1 : 1", "4 : 1", "16 : 1", "an agent's turns"]
     for row in rows[:3]:
         assert number(row, "speed of Megatron's") >= number(row, "at least"), row
+
+
+def test_a_run_with_shared_prefixes_learns_step_by_step_as_one_without(tmp_path: Path):
+    """A system message makes the prompt long enough to be shared: 11 times fewer tokens."""
+    prepare_tiny(tmp_path / "prepared" / "tiny", seed=0)
+    (tmp_path / "system.txt").write_text(
+        "You are a patient assistant that adds two numbers. Think of the carry, then write the sum.\n"
+    )
+    runs = []
+    for shares in ("auto", "false"):
+        changed = {
+            "policy.share_prefixes": shares,
+            "data.default.system_prompt_file": "system.txt",
+            "grpo.max_num_steps": 12,
+            "grpo.val_period": 0,
+            "checkpointing.checkpoint_dir": shares,
+        }
+        overrides = [f"{key}={value}" for key, value in changed.items()]
+        call(tmp_path, "-m", "mrl.train", "grpo_tiny.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
+        lines = (tmp_path / shares / "metrics.jsonl").read_text().splitlines()
+        runs.append([row for line in lines if "train/loss" in (row := json.loads(line))])
+    shared, whole = runs
+    assert len(shared) == len(whole) == 12
+    assert all(row["train/prefix_sharing"] > 10 for row in shared) and "train/prefix_sharing" not in whole[0]
+    for one, other in zip(shared, whole, strict=True):
+        assert one["train/reward"] == other["train/reward"], "the same tokens are sampled in every step"
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4, abs=1e-7)
+        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-5)
 
 
 def test_a_step_takes_little_more_than_its_parts():
