@@ -69,7 +69,7 @@ def rollouts(prompt_tokens: int, reply_tokens: int) -> list[TrainSequence]:
 
 
 TASK_CHARACTERS = 1658 + 3661
-"""Of the system's and the user's messages."""
+"""Characters of the system's and the user's messages."""
 # Characters of a turn's thought, action and observation.
 TURN_CHARACTERS = (
     *((213, 19, 40), (51, 244, 453), (69, 19, 3), (395, 5, 280), (166, 23, 84), (252, 37, 4137), (569, 119, 8978)),
