@@ -19,7 +19,7 @@ nvidia-smi --list-gpus
 status=0
 if [[ "$TIER" == first ]]; then
     # A process each: none leaves memory or settings behind. Transformer Engine says which attention it takes.
-    for check in ipc kernels moving refit policy walk mamba train doctor sleep; do
+    for check in ipc kernels moving refit policy walk mamba train prefix doctor sleep; do
         NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 "$PYTHON" -m scripts.gpu --only "$check" "$@" || status=1
     done
 else

@@ -82,6 +82,7 @@ CHECKS = (
         "scripts.gpu.policy_checks:train",
         ("megatron", "safetensors", "transformer_engine", "mamba_ssm", "causal_conv1d"),
     ),
+    Check("prefix", "b", "scripts.gpu.prefix_checks:prefix", ("megatron", "safetensors", "pydantic")),
 )
 """The docstring of its function, and docs/gpu_status.md, say what a check shows."""
 

@@ -216,7 +216,7 @@ def _scan(
 
 @contextmanager
 def one_policy(
-    hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool
+    hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool, share_prefixes: bool = False
 ) -> Iterator[PolicyRank]:
     """A one-rank policy with random weights; colocated: optimizer leaves the GPU between steps, as beside engines."""
     from mrl.config.schema.run import RunConfig
@@ -230,6 +230,7 @@ def one_policy(
     config.policy.megatron_cfg.optimizer.use_distributed_optimizer = True
     config.loss_fn.reference_policy_kl_penalty = 0.0
     config.policy.generation.colocated.enabled = colocated
+    config.policy.share_prefixes = share_prefixes
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         config.policy.model_name = name

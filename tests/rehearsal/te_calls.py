@@ -60,6 +60,8 @@ class Row:
     """Trained weights, but experts, that a backward pass leaves without a gradient."""
     kernels: list[str]
     """Kernels that Megatron has called."""
+    shared_difference: float | None
+    """Largest difference of logprobs with shared prefixes from those of whole rows; None: it computes no trees."""
 
 
 Kernel = Callable[[SimpleNamespace], object]
@@ -91,11 +93,14 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         return torch.cat([F.linear(part, getattr(given.self, f"weight{index}")) for index, part in enumerate(parts)])
 
     def attention(given: SimpleNamespace) -> Tensor:
-        assert given.qkv_format == "thd" and given.attn_mask_type == "padding_causal"
+        assert given.qkv_format == "thd"
         # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel
         # takes.
         assert given.cu_seqlens_q_padded is given.cu_seqlens_q and given.cu_seqlens_kv_padded is given.cu_seqlens_kv
         query, key, value = given.query_layer, given.key_layer, given.value_layer
+        if given.attn_mask_type == "padding_causal_bottom_right":
+            return bottom_right(query, key, value, given.cu_seqlens_q, given.cu_seqlens_kv, given.self.softmax_scale)
+        assert given.attn_mask_type == "padding_causal"
         return packed_attention(query, key, value, given.cu_seqlens_q, scale=given.self.softmax_scale).flatten(1)
 
     def rotary(given: SimpleNamespace) -> Tensor:
@@ -138,6 +143,19 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         SORT: (moe_utils, "fused_sort_chunks_by_index", sort),
         f"{SORT}_with_probs": (moe_utils, "fused_sort_chunks_by_index_with_probs", sort_with_probs),
     }
+
+
+def bottom_right(
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of sequences with as many keys or more than queries, the last of which sees all keys."""
+    outputs, bounds = [], zip(queries.tolist(), queries.tolist()[1:], keys.tolist(), keys.tolist()[1:], strict=False)
+    for start, stop, first, last in bounds:
+        q, k, v = (t.transpose(0, 1)[None] for t in (query[start:stop], key[first:last], value[first:last]))
+        mask = torch.ones(stop - start, last - first, dtype=torch.bool).tril(last - first - (stop - start))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(found[0].transpose(0, 1))
+    return torch.cat(outputs).flatten(1)
 
 
 def replace_kernels(called: set[str]) -> None:
@@ -195,4 +213,36 @@ def rows(folder: Path) -> Iterator[Row]:
                 for name, weight in weights.items()
                 if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
             ]
-            yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=sorted(called))
+        found, shared = sorted(called), None
+        if "kv_lora_rank" not in hf_config:
+            shared = shared_difference(folder / model_type, hf_config)
+        yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=found, shared_difference=shared)
+
+
+def shared_difference(folder: Path, hf_config: dict[str, object]) -> float:
+    """Compares logprobs of groups of rollouts in rows that are trees with those in whole rows, by the same model."""
+    from mrl.data.batch import make_batch
+    from mrl.data.packing import by_sequence
+    from mrl.data.prefixes import add_trees
+    from mrl.policy.logprobs import TokenDistribution
+    from mrl.policy.step import compute_logprobs
+    from tests.stack.policy.policy_ranks import pack_rows, run_config
+    from tests.stack.policy.prefix_ranks import rollouts, sequences
+
+    config = run_config(folder, "one", *FUSED, "policy.share_prefixes=true")
+    batch = make_batch(sequences(rollouts()), config)
+    ways = []
+    with as_rank(config.policy, 0, 1):
+        built = Rank(config.policy, hf_config, "cpu")
+        fill_layout(folder, built.layout, built.tensors)
+        distribution = TokenDistribution.of(config.policy, cast(int, hf_config["vocab_size"]), is_sampled=True)
+        for shares in (False, True):
+            rows = pack_rows(config.policy, batch.rows[0], dict(enumerate(batch.sequences)))
+            if shares:
+                add_trees(rows, divisible_by=config.policy.row_multiple)
+                assert all(row.tree is not None and len(row.tree.levels) > 1 for row in rows)
+            found = {}
+            for row, logprobs_T in zip(rows, compute_logprobs(built.chunks, rows, distribution), strict=True):
+                found |= by_sequence(row, logprobs_T * row.generated_mask_T)
+            ways.append(found)
+    return max(float(abs(ways[0][index] - values).max()) for index, values in ways[1].items())
