@@ -48,13 +48,13 @@ _QWEN3_30B = json.loads((_MODELS / "qwen3_30b_a3b.config.json").read_text())
 MODELS: dict[str, dict[str, object]] = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NANO,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NANO,
-    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NANO
-    | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
     "Qwen/Qwen3-30B-A3B": _QWEN3_30B,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
     "Qwen/Qwen3-30B-A3B-Thinking-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
 } | {model: group["config"] for group in json.loads((_MODELS / "hub.json").read_text()) for model in group["ids"]}
-"""Id on the Hugging Face Hub -> what of its config.json says its sizes."""
+"""Id on the Hugging Face Hub -> what of its config.json says its sizes. "origin" names a public copy of the file:
+repository, commit and path.
+"""
 
 # "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e-?\d+)?(?!\w)")
