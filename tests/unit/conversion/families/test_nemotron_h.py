@@ -21,6 +21,7 @@ from tests.unit.conversion.dense import build_layout, index_arrays
 
 FAMILY = family(TINY)
 
+HUB = ROOT / "scripts/bench/models/hub.json"
 NANO_30B = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
 
 
@@ -41,6 +42,15 @@ def test_the_30b_model_has_its_published_size():
     shapes = FAMILY.canonical(json.loads(NANO_30B.read_text()))
     assert len(shapes) == 6243
     assert sum(map(math.prod, shapes.values())) == 31_577_940_288
+
+
+def test_lightning_has_the_tensors_that_its_card_counts():
+    """Megatron-Bridge's verification card counts tensors and parameters, those of the drafter among them."""
+    (sizes,) = (
+        group["config"] for group in json.loads(HUB.read_text()) if any("Lightning" in id for id in group["ids"])
+    )
+    shapes = FAMILY.canonical(sizes)
+    assert (len(shapes), sum(map(math.prod, shapes.values()))) == (6_513, 32_913_266_240)
 
 
 def test_both_forms_of_the_layer_list_are_read():
