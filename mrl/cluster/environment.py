@@ -28,6 +28,7 @@ from mrl.cluster.lifetime import session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.gpus import device_variables
+from mrl.memory import end_process_on_shortage
 from mrl.phases import ModelName
 from mrl.rollout.environment import engine_environment
 from mrl.signals import die_with_parent, shield_process
@@ -93,6 +94,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     start_logging("actor", sys.stderr)
     spans.record_in(spans_file, by_thread=folder is None)
     logger.info("process %d", os.getpid())
+    end_process_on_shortage()
     if caches_warning:
         logger.warning("%s", caches_warning)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrl.memory import WAY_OUT, is_shortage
+
 OUT_OF_MEMORY = (
     "; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU, or "
     "policy.generation.vllm_cfg.max_num_seqs; in training lower policy.sequence_packing.train_mb_tokens or "
@@ -56,4 +58,4 @@ def way_out(error: Exception) -> str:
         return OUT_OF_MEMORY
     if "NCCL" in text or "DistBackendError" in type(error).__name__:
         return BROKEN_NETWORK
-    return ""
+    return f"; {WAY_OUT}" if is_shortage(error) and WAY_OUT not in text else ""

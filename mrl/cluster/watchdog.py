@@ -31,6 +31,7 @@ from mrl.cluster.carrier import local_file
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
+from mrl.memory import end_on_shortage
 from mrl.plan.deadlines import all_deadlines
 from mrl.signals import LISTENER
 
@@ -209,6 +210,7 @@ class Watchdog:
         hangs.ask(self._judge)
         for thread in self._threads:
             thread.start()
+        end_on_shortage(self._end_short)
         return self
 
     def look_at(self, lookouts: Nodes) -> None:
@@ -328,6 +330,16 @@ class Watchdog:
         """Kills the run's processes and ends this one, as a failed attempt."""
         with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
             within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
+        self._leave(reason)
+
+    def _end_short(self, reason: str) -> None:
+        """Ends this process, which finds no memory, whatever fails on the way. The reaper kills the others."""
+        try:
+            self._leave(f"driver: {reason}")
+        finally:
+            os._exit(1)
+
+    def _leave(self, reason: str) -> None:
         self._say(
             logging.ERROR,
             f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.",

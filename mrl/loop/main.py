@@ -23,6 +23,7 @@ from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.loop.saving import SaveFailed
 from mrl.loop.signal_watch import NoSignal
+from mrl.memory import is_shortage
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
@@ -148,7 +149,8 @@ def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget
         return FAILED, f"The attempt ended: {error}. Logs of the actors: {actors}. The same command resumes."
     except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
         note_traceback(error, actors)
-        advice = way_out(error, folder.path) if isinstance(error, OSError) else ""
-        reason = "; ".join(filter(None, [reason_of(error), advice]))
+        advice = way_out(error, folder.path) if isinstance(error, OSError) or is_shortage(error) else ""
+        reason = reason_of(error)
+        reason += f"; {advice}" if advice and advice not in reason else ""
         return FAILED, f"The attempt ended: {reason}. Traceback ({TRACEBACK}) and logs of the actors: {actors}"
     return (DONE, "") if is_done else (ENDED_EARLY, "Ended before the last step; the same command goes on")

@@ -14,6 +14,7 @@ from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
 from conversion.files.manifest import WRITTEN, read_written
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
+from mrl.memory import is_shortage
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.disk import way_out
@@ -201,7 +202,7 @@ class CheckpointSaver:
             reason = "; ".join(filter(None, [str(error), way_out(error, self._folder.path), stays]))
             text = f"the checkpoint of step {step} cannot be written: {reason}"
             logger.error("%s", text)
-            if is_needed:
+            if is_needed or is_shortage(error):  # the next step would fail, too, or hang
                 raise SaveFailed(text) from error
 
     def abandon(self) -> None:

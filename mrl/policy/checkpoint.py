@@ -224,7 +224,7 @@ class CheckpointWrite:
             return WriteReport(
                 {},
                 0.0,
-                f"{self._folder}: this rank's part of the checkpoint could not be written: {error}",
+                f"{self._folder}: this rank's part of the checkpoint could not be written: {str(error) or repr(error)}",
             )
         return WriteReport(files, hidden_s=time.monotonic() - self._begun_at)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from mrl.memory import WAY_OUT, is_shortage
+
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 ELSEWHERE = "or choose another folder"
 _FEW_INODES, _MANY_BYTES = 8, 1 << 20
@@ -52,20 +54,22 @@ _WAYS_OUT: Mapping[int, Callable[[Path], str]] = {
     errno.EPERM: _refused,
     errno.EIO: lambda _: f"its disk or file server fails (dmesg names it): have it mended, {ELSEWHERE}",
     errno.ESTALE: lambda _: f"its file server has lost it: have it mounted again, {ELSEWHERE}",
-    errno.ENOMEM: lambda _: "no memory is left: raise ulimit -v or the memory of the job, or end what else runs here",
+    errno.ENOMEM: lambda _: WAY_OUT,
     errno.EMFILE: lambda _: "this process has too many files open: raise ulimit -n",
     errno.ENAMETOOLONG: lambda _: "choose a folder with a shorter path",
 }
 
 
-def way_out(error: OSError | str, folder: Path) -> str:
-    """Advice on an error of the disk of `folder`; "" if its number, in a rank's text as `[Errno N]`, is of no disk.
+def way_out(error: Exception | str, folder: Path) -> str:
+    """Advice on an error of the disk of `folder`, by its number (`[Errno N]` in a rank's text), or of no memory; or "".
 
     An error that names a path elsewhere is one of that path.
     """
     number = error.errno if isinstance(error, OSError) and error.errno else None
     if number is None and (found := _NUMBER.search(str(error))) is not None:
         number = int(found[1])
+    if number is None and is_shortage(error):
+        return WAY_OUT
     named = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else folder
     place = folder if named.is_relative_to(folder) else named
     return _WAYS_OUT[number](place) if number is not None and number in _WAYS_OUT else ""

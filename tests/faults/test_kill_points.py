@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real runs killed at every kill point of start, rollouts and refit, or whose Ray is killed: the next two go on."""
+"""Real runs killed at every kill point, or without Ray or memory: they end, and the next two attempts go on."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mrl.memory import WAY_OUT
 from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import find_damage, newest_step
 from tests.faults.attempts import Attempt, is_trained, lineage
@@ -93,4 +95,22 @@ def test_a_run_whose_ray_dies_ends_by_its_name_and_goes_on(tmp_path: Path, daemo
     assert not (run_folder / "owner.json").exists()
     if code == ENDED_EARLY:  # actors live on without the head
         assert newest_step(run_folder) == max(lineage(run_folder))
+    assert_goes_on(run_folder, inputs)
+
+
+@pytest.mark.long("faults")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["driver", "policy-rank-1"])
+def test_a_process_without_memory_ends_its_run_at_once_with_the_reason(tmp_path: Path, victim: str):
+    """A limit falls in mid-run, as by `prlimit --as`: no thread finds memory for its first line."""
+    inputs, run_folder = write_inputs(tmp_path), tmp_path / "run"
+    with attempt(run_folder, inputs, "first") as current:
+        current.wait_until(lambda: is_trained(run_folder, 2), "step 2")
+        pid = current.process.pid if victim == "driver" else current.actor_pid(victim)
+        resource.prlimit(pid, resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        assert current.finish() == 1, current.text()[-4000:]
+        current.assert_nothing_survives()
+    errors = [line for line in current.text().splitlines() if " ERROR " in line]
+    assert all(WAY_OUT in line for line in (errors[0], current.text().rstrip().splitlines()[-1])), errors
+    assert victim.replace("-", " ") in errors[-1] and "The run hangs" not in current.text()
     assert_goes_on(run_folder, inputs)
