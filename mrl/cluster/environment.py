@@ -28,9 +28,9 @@ from mrl.cluster.lifetime import session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.gpus import device_variables
-from mrl.memory import end_process_on_shortage
 from mrl.phases import ModelName
 from mrl.rollout.environment import engine_environment
+from mrl.shortage import end_process_on_shortage
 from mrl.signals import die_with_parent, shield_process
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.memory import WAY_OUT, is_shortage
+from mrl.shortage import WAY_OUT, is_shortage
 
 OUT_OF_MEMORY = (
     "; lower policy.generation.vllm_cfg.gpu_memory_utilization, which engines take of a GPU, or "

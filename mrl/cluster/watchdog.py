@@ -31,8 +31,8 @@ from mrl.cluster.carrier import local_file
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
-from mrl.memory import end_on_shortage
 from mrl.plan.deadlines import all_deadlines
+from mrl.shortage import end_on_shortage
 from mrl.signals import LISTENER
 
 logger = logging.getLogger(__name__)

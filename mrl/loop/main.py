@@ -23,7 +23,7 @@ from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.loop.saving import SaveFailed
 from mrl.loop.signal_watch import NoSignal
-from mrl.memory import is_shortage
+from mrl.shortage import is_shortage
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook

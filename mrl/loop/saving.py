@@ -14,8 +14,8 @@ from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
 from conversion.files.manifest import WRITTEN, read_written
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
-from mrl.memory import is_shortage
 from mrl.plan.deadlines import checkpoint_deadline
+from mrl.shortage import is_shortage
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.disk import way_out
 from mrl.store.run_folder import RunFolder

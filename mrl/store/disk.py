@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mrl.memory import WAY_OUT, is_shortage
+from mrl.shortage import WAY_OUT, is_shortage
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 ELSEWHERE = "or choose another folder"

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.memory import WAY_OUT
+from mrl.shortage import WAY_OUT
 from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import find_damage, newest_step
 from tests.faults.attempts import Attempt, is_trained, lineage

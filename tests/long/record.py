@@ -81,7 +81,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
     "faults": (
         "mrl/train.py",
-        "mrl/memory.py",
+        "mrl/shortage.py",
         *(f"mrl/store/{name}.py" for name in ("checkpoints", "ledger", "resuming", "ownership")),
         "mrl/loop/saving.py",
     ),

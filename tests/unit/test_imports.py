@@ -23,7 +23,7 @@ LAYERS = {
     "mrl.exit_codes": 0,
     "mrl.gpus": 0,
     "mrl.kernels": 0,
-    "mrl.memory": 0,
+    "mrl.shortage": 0,
     "mrl.metrics": 0,
     "mrl.numa": 0,
     "mrl.phases": 0,

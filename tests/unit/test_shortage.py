@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-from mrl.memory import is_shortage
+from mrl.shortage import is_shortage
 from tests.waiting import HANG_S
 
 # A limit below what the process has, as by `prlimit --as` in mid-run. The stack of a thread before is used again: the
 # new thread starts, and finds no memory for its first Python frame.
 PROGRAM = """
 import os, resource, threading, time
-from mrl.memory import end_on_shortage, end_process_on_shortage
+from mrl.shortage import end_on_shortage, end_process_on_shortage
 
 def end(reason):
     os.write(1, reason.encode())

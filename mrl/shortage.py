@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from types import FrameType
 
@@ -48,8 +47,7 @@ def end_on_shortage(end: Callable[[str], object]) -> None:
 
     def listen() -> None:
         # No deadline: an idle daemon thread.
-        while True:
-            found = unheard.get()
+        for found in iter(unheard.get, None):
             error = found.exc_value or found.exc_type()
             if is_shortage(error):
                 end(f"{type(error).__name__} in a thread: {WAY_OUT}")
@@ -74,12 +72,13 @@ def end_process_on_shortage() -> None:
         raise MemoryError(*reasons)
 
     def end(reason: str) -> None:
-        with suppress(Exception):
-            logger.error("This process ends: %s", reason)
         reasons.append(reason)
         signal.pthread_kill(main, _SIGNAL)
-        time.sleep(ANSWER_S)
-        os._exit(1)
+        try:
+            logger.error("This process ends: %s", reason)
+            time.sleep(ANSWER_S)
+        finally:
+            os._exit(1)
 
     signal.signal(_SIGNAL, raise_it)
     end_on_shortage(end)
