@@ -28,7 +28,7 @@ from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import redact, run_entry, start_logging
 from mrl.data.order import find_few_rows
-from mrl.description import ROWS, ROWS_OF_TRAINING
+from mrl.description import ROWS, ROWS_OF_EVALUATION, ROWS_OF_TRAINING
 from mrl.gpus import find_fault, host_gpus
 from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
@@ -315,7 +315,7 @@ def _changes(config: RunConfig) -> list[str]:
 def describe_run(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     """Describes the run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
     lines = []
-    for name, text in ROWS.items():
+    for name, text in (ROWS | (ROWS_OF_EVALUATION if to_evaluate else {})).items():
         if to_evaluate and name in ROWS_OF_TRAINING:
             continue
         try:

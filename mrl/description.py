@@ -28,19 +28,20 @@ COUNTED_ROWS = 20_000
 """Rows that a check counts to say how many steps they make: under a second of reading."""
 
 
-def _model(policy: PolicyConfig) -> str:
+def _model(policy: PolicyConfig, precision: str | None = None) -> str:
+    precision = precision or policy.precision
     try:
         sizes = read_model(Path(policy.model_name))
     except ValueError:
-        return f"{policy.model_name}, {policy.precision}"
+        return f"{policy.model_name}, {precision}"
     experts = f", {sizes.experts} experts" if sizes.experts else ""
     number = f"{sizes.num_parameters / 1e9:.3g} billion" if sizes.num_parameters >= 1e8 else f"{sizes.num_parameters:,}"
-    return f"{policy.model_name}, {policy.precision}: {number} parameters, {len(sizes.layers)} layers{experts}"
+    return f"{policy.model_name}, {precision}: {number} parameters, {len(sizes.layers)} layers{experts}"
 
 
-def _weights(config: RunConfig) -> str:
+def _weights(config: RunConfig, precision: str | None = None) -> str:
     try:
-        return describe_dtypes(Path(config.policy.model_name), config.policy.precision)
+        return describe_dtypes(Path(config.policy.model_name), precision or config.policy.precision)
     except (OSError, ValueError):
         return "not here, or not readable"
 
@@ -145,12 +146,16 @@ def _agents(config: RunConfig) -> str:
 
 
 def _data(config: RunConfig) -> str:
+    train = ", ".join(dataset.source for dataset in config.data.train_sets.values())
+    return f"{train}; held out: {_held_out(config)}"
+
+
+def _held_out(config: RunConfig) -> str:
     data = config.data
-    train = ", ".join(dataset.source for dataset in data.train_sets.values())
     validation = [f"{dataset.held_out:g} of {key}" for key, dataset in data.train_sets.items() if dataset.held_out]
     validation += [dataset.source for dataset in data.validation_sets.values()]
     scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
-    return f"{train}; held out: {', '.join(validation) or 'none'}{scored}"
+    return f"{', '.join(validation) or 'none'}{scored}"
 
 
 def _tokens(config: RunConfig) -> str:
@@ -226,3 +231,14 @@ ROWS_OF_TRAINING = (
     *("checkpoints", "deadlines"),
 )
 """Lines that say nothing of an evaluation."""
+ROWS_OF_EVALUATION: dict[str, Callable[[RunConfig], str]] = {
+    "model": lambda config: _model(config.policy, config.policy.generation.vllm_cfg.precision),
+    "weights": lambda config: _weights(config, config.policy.generation.vllm_cfg.precision),
+    "tokens": lambda config: (
+        f"{config.policy.max_total_sequence_length:,} a sequence, of which at most "
+        f"{config.policy.generation.max_new_tokens:,} are sampled"
+    ),
+    "data": _held_out,
+    "logs": lambda config: f"{config.evaluation_folder}/logs",
+}
+"""What these lines say of an evaluation instead."""

@@ -35,10 +35,8 @@ from conversion.convert import convert_mcore_to_hf
 from mrl.check import Target, find_target
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.session import start_engines
-from mrl.config.errors import ConfigError, Problems
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.config.rules.algorithms import check_evaluation
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
@@ -119,12 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets
             )
             migration.log()
-            check_evaluation(config, problems := Problems(config))
-            if problems.merged:
-                raise ConfigError(problems.merged)
             config = with_template_date(check_start(config, trains=False))
             data = load_prompts(config)
-            folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
+            folder = Path(config.evaluation_folder).absolute()
             log_folder = folder / "logs"
             log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             report(config, folder / f"{target.name}.json", evaluate(config, data, log_folder=log_folder))

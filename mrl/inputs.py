@@ -89,6 +89,8 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
             for path in (dataset.prompt_file, dataset.system_prompt_file)
             if path is not None and not os.path.isfile(path)
         ]
+        if not dataset.source:
+            continue  # which a rule says
         if not is_here(dataset, setting=key):
             look.unseen.append(f"{key}: the rows of {dataset.source}, which is not on this machine")
             if is_hub_id(dataset.source):

@@ -117,12 +117,21 @@ def read_run(
     config, run, found = _interpret(settings, secrets)
     problems += found
     if config is not None and to_evaluate:
-        for key, value in WITHOUT_TRAINER.items():
-            config = with_value(config, key, value)
+        config = _without_trainer(config)
     elif config is not None:
         config, wrong = read_teachers(config, settings, secrets, run, found)
         problems += wrong
     return config, run.migration, list(dict.fromkeys(problems))
+
+
+def _without_trainer(config: RunConfig) -> RunConfig:
+    """The config of an evaluation: only engines have the model, and training rows count if some are held out."""
+    for key, value in WITHOUT_TRAINER.items():
+        config = with_value(config, key, value)
+    with suppress(NotKnown):
+        if not any(dataset.held_out for dataset in config.data.train_sets.values()):
+            config = with_value(config, "data.train.datasets", [])
+    return config
 
 
 def _apply(settings: Settings, overrides: Sequence[str]) -> list[Problem]:

@@ -103,8 +103,8 @@ def load_prompts(config: RunConfig) -> PromptData:
     train, validation, left_out = read_split(
         config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish
     )
-    begin = tokenizer.bos_token_id
-    if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in train[0].token_ids[:2]:
+    begin, first = tokenizer.bos_token_id, (train if len(train) else validation)[0]
+    if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in first.token_ids[:2]:
         logger.warning(
             "Prompts do not begin with %s, which the tokenizer puts before texts: the chat template "
             "(policy.tokenizer.chat_template) does not write it, and it writes all of a prompt's special tokens. "

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
 
 from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
@@ -344,9 +344,15 @@ def draw(num_rows: int, max_rows: int | None, *, seed: int) -> list[int]:
 
 
 def joined(parts: Sequence[Rows[Example]]) -> Rows[Example]:
-    """The rows of all parts, at least one, which have the same `load`: one part after the other."""
+    """The rows of all parts, which have the same `load`: one part after the other."""
+    if not parts:
+        return Rows(_no_row)
     ids = (row_id for part in parts for row_id in part._ids)
     return Rows(parts[0]._load, ids, (position for part in parts for position in part._positions))
+
+
+def _no_row(row_id: str, position: int) -> NoReturn:
+    raise IndexError(f"there is no row {row_id}")
 
 
 def _with_progress(path: Path, setting: str) -> Iterator[Record]:

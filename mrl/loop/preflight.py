@@ -51,9 +51,9 @@ def check_environment(config: RunConfig) -> None:
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     """The config the run starts with, folders in place of Hub names; ValueError names every key or file at fault."""
-    problems = find_problems(with_cached_folders(config))
+    problems = find_problems(with_cached_folders(config), to_evaluate=not trains)
     if problems and all(problem.kind != "refused" for problem in problems):
-        problems = find_problems(with_local_folders(config))
+        problems = find_problems(with_local_folders(config), to_evaluate=not trains)
     if problems:
         raise ConfigError(problems)
     check_environment(config)

@@ -275,6 +275,21 @@ def test_evaluations_are_checked_too(capsys: pytest.CaptureFixture[str], workpla
     assert "Refused: 0\n" in capsys.readouterr().out
 
 
+def test_an_evaluation_is_told_of_what_it_asks_alone(capsys: pytest.CaptureFixture[str], workplace: Path):
+    text = EVALUATION.replace("  temprature: 0.5\n", "").replace("num_workers: 0", "num_workers: 2")
+    text = text.replace("{max_model_len", "{precision: bfloat16, max_model_len")
+    (workplace / "eval.yaml").write_text(text)
+    words = ["eval.yaml", check.OPTION, "eval.k_value=1", "data.dataset_name=math"]
+    assert evaluate.main(words) == 2
+    output = capsys.readouterr().out
+    (refused,) = lines_of(output, "Refused: 1")
+    assert refused.startswith("data.validation.dataset_name=math: no such data set is known; use one of AIME2024, ")
+    assert "data.train" not in output and "the rows of ," not in output
+    assert "prepared/tiny/model, bfloat16: " in output and "packed into rows" not in output
+    assert evaluate.main([*words[:-1], "data.dataset_name=https://example.org/rows.csv"]) == 2
+    assert "mrl reads no rows from an address; download the file" in capsys.readouterr().out
+
+
 def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.CaptureFixture[str], workplace: Path):
     (workplace / "prepared/tiny/model").rename(workplace / "other")
     assert evaluate.main(["other", "--config", "grpo_tiny.yaml", check.OPTION]) == 0

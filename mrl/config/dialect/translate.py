@@ -122,7 +122,7 @@ def place_evaluation(settings: Settings) -> None:
         if old.startswith("generation.val_") and setting.value == f"${{{old.replace('val_', '')}}}":
             continue  # references have the schema's names
         value = None if new.endswith(".val_top_k") and setting.value == -1 else setting.value
-        if old == "data.dataset_name" and value not in DATASETS:
+        if old == "data.dataset_name" and isinstance(value, str) and _is_place(value):
             new = "data.validation.data_path"
         moved[split_key(new)] = replace(setting, value=value, written_as=old)
     for key, setting in moved.items():
@@ -131,12 +131,14 @@ def place_evaluation(settings: Settings) -> None:
         if isinstance(setting.value, str):
             text = _REFERENCE.sub(lambda match: f"${{{_name(match[1])}}}", setting.value)
             settings[key] = replace(setting, value=text)
-        if key[:2] == ("data", "validation"):
-            # An evaluation trains nothing, but a config must have training rows.
-            settings.setdefault(("data", "train", *key[2:]), replace(settings[key], written_as=""))
     if (context := settings.get(split_key(CONTEXT))) is not None:
         whole = replace(context, value=f"${{{CONTEXT}}}", written_as="")
         settings.setdefault(("policy", "max_total_sequence_length"), whole)
+
+
+def _is_place(dataset_name: str) -> bool:
+    """Tells whether NeMo RL reads this name of evaluated rows as a file or an id of the Hub, not as a known set."""
+    return dataset_name not in DATASETS and (bool(re.search("[/.]", dataset_name)) or os.path.exists(dataset_name))
 
 
 def _name(old: str) -> str:

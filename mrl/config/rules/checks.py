@@ -26,9 +26,8 @@ from mrl.phases import ModelName
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[Problem]:
     """Every problem of a config. Rules that need a value which is not known are named, not applied."""
     problems, skipped = Problems(config, config.facts.origins), dict[str, list[str]]()
-    rules = (
-        RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
-    )
+    rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES)
+    rules |= EVALUATION_RULES if to_evaluate else TRAINING_RULES
     problems.group = "model"
     try:
         model = models.read_sizes(config, problems, ", ".join(MODEL_RULES))
@@ -207,6 +206,7 @@ SUPERVISED_RULES: dict[str, Check] = {
     "supervised training": algorithms.check_supervised,
     "judges": judges.check_no_judges,
 }
+TRAINING_RULES: dict[str, Check] = {"training rows": data.check_training}
 EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}
 MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_layout,

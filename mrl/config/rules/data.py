@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -200,9 +200,18 @@ def check_data(config: RunConfig, problems: Problems) -> None:
             problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
         if (dataset.data_path or "").startswith(FROM_VERIFIERS):
             _check_environment_rows(key, dataset, config, problems)
-    for key, section in (("data.train", data.train), ("data.validation", data.validation)):
-        if section is not None and section.datasets == []:
-            problems.tell(key, "[]", "a list of data sets has one at least", "give a data set")
+    if data.validation is not None:
+        _check_list("data.validation", data.validation.datasets, problems)
+
+
+def check_training(config: RunConfig, problems: Problems) -> None:
+    """Checks that a training run has training rows."""
+    _check_list("data.train", config.data.train.datasets, problems)
+
+
+def _check_list(key: str, datasets: Sequence[DatasetConfig] | None, problems: Problems) -> None:
+    if datasets is not None and not datasets:
+        problems.tell(key, "[]", "a list of data sets has one at least", "give a data set")
 
 
 def _check_environment_rows(key: str, dataset: DatasetConfig, config: RunConfig, problems: Problems) -> None:
@@ -220,7 +229,7 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
         name_key = key_of("dataset_name", default, dataset, key)
-        problems.add(name_key, "no such data set is known", f"leave it out, or use one of {', '.join(DATASETS)}")
+        problems.add(name_key, "no such data set is known", f"use one of {', '.join(DATASETS)}, or leave it out and give data_path")
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([is_required(f"{key}.data_path")])
     elif path is not None and not (path.startswith(FROM_VERIFIERS) or os.path.exists(path) or is_hub_id(path)):
@@ -230,9 +239,12 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         )
         if made := way_to_prepare(path):
             way_out = f"correct the path ({made})"
-        elif path.isidentifier():  # as NeMo RL's evaluation files name math, mmlu and gpqa
+        elif path.isidentifier():
             way_out += f"; by name mrl knows {', '.join(DATASETS)}"
-        problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
+        if "://" in path:
+            problems.add(f"{key}.data_path", "mrl reads no rows from an address", "download the file, and give its path")
+        else:
+            problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
     for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
         given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)
         if given is not None and dataset.processor == GYM_PROCESSOR:

@@ -418,6 +418,11 @@ class RunConfig:
         return sum(judge.num_nodes for judge in self.judges.values())
 
     @property
+    def evaluation_folder(self) -> str:
+        """Folder of an evaluation's results and logs."""
+        return self.eval.save_path or f"{self.checkpointing.checkpoint_dir}/evaluations"
+
+    @property
     def num_slots(self) -> int:
         """Slots in all."""
         return self.num_policy_ranks + self.num_own_slots + self.num_dedicated_slots

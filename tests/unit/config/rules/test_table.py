@@ -162,7 +162,7 @@ TENSOR=1 & SEQUENCE=false & PIPELINE=1 & CONTEXT=1 & EXPERT=4 & SLOTS=4 -> fine
 TENSOR=2 & SEQUENCE=true & PIPELINE=2 & FIRST_STAGE=3 & CONTEXT=2 & EXPERT=4 & SLOTS=8 -> fine
 TENSOR=1 & SEQUENCE=false & PIPELINE=1 & CONTEXT=8 & EXPERT=1 & SLOTS=8 -> fine
 # data sets
-data.train.dataset_name=OpenMath -> no such data set is known; leave it out, or use one of
+data.train.dataset_name=OpenMath -> no such data set is known; use one of
 data.default.dataset_name=OpenMath -> no such data set is known
 data.train.data_path=null => data.train.data_path is required -> has no default; set it in the config file or as data.
 data.train.data_path=no/such/file -> no such file or folder in -> correct the path: it names a .jsonl, .json, .parquet
