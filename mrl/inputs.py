@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -221,7 +222,14 @@ def _read_all(config: RunConfig, look: Look) -> None:
 def _look_at_sets(
     here: Mapping[str, DatasetConfig], config: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, only_judge: bool
 ) -> Look:
+    from mrl.data.prompts import lacking_columns
+
     look = Look()
+    if config.has_engines:
+        with suppress(ValueError):  # of rows that cannot be read, which the look at them says
+            look.problems += lacking_columns(config, here)
+    if look.problems:
+        return look
     for key, dataset in here.items():
         look.add(_look_at_rows(key, dataset, config, tokenizer, only_judge=only_judge))
     return look

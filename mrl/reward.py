@@ -95,6 +95,7 @@ def _module_path(function: str) -> str:
 
 def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
     """The first rows with their ids, and the number of all."""
+    from mrl.data.columns import find_lacking
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
 
@@ -104,6 +105,8 @@ def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
     own = replace(
         reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"})
     )
+    if lacking := find_lacking([own], config.env.own.functions):
+        raise ValueError("\n".join(f"{problem.value}: {problem.sentence}" for problem in lacking))
     found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, rendered: (row_id, rendered[1]))
     return [found[index] for index in range(min(len(found), MAX_ROWS))], len(found)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import inspect
@@ -200,7 +201,10 @@ def bind(found: Callable[..., object], kind: Kind) -> Hook:
             f"{_wanted(found, kind)}"
         )
     if not rest and set(names.values()).isdisjoint(kind.needs or kind.parameters):
-        lacks = f"nothing of {', '.join(kind.needs or kind.parameters)}"
+        wanted = kind.needs or kind.parameters
+        lacks = f"nothing of {', '.join(wanted)}"
+        for name in needed:
+            lacks += "".join(f"; the nearest to {name} is {one}" for one in difflib.get_close_matches(name, wanted, 1))
         raise ValueError(f"takes {signature}, {lacks}; write {_wanted(found, kind)}")
     optional = (
         tuple(p.name for p in taken if p.name not in names and p.name not in needed) if kind.takes_columns else ()

@@ -6,13 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
-from mrl.config.own import REWARD, missing_columns
+from mrl.config.errors import ConfigError, Problem
+from mrl.config.own import missing_columns
 from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
@@ -26,6 +28,7 @@ from mrl.data.chat import (
     tokenizer_of,
     with_prompts,
 )
+from mrl.data.columns import LacksColumns, find_lacking
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
@@ -100,6 +103,8 @@ def load_prompts(config: RunConfig) -> PromptData:
         return dataclasses.replace(prompt, prompt_id=prompt_id, token_ids=token_ids)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
+    if problems := lacking_columns(config, config.data.train_sets | config.data.validation_sets):
+        raise ConfigError(problems)
     train, validation, left_out = read_split(
         config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish
     )
@@ -115,6 +120,14 @@ def load_prompts(config: RunConfig) -> PromptData:
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
     asked = validation.select(range(len(validation))[: config.rollouts.max_val_samples])
     return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
+
+
+def lacking_columns(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[Problem]:
+    """`find_lacking` of the user's reward functions in these data sets; ValueError if one cannot be read."""
+    functions = config.env.own.functions
+    if not functions:
+        return []
+    return find_lacking((prompt_reader(key, dataset, config, None) for key, dataset in sets.items()), functions)
 
 
 def prompt_reader(
@@ -233,12 +246,7 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name:
 def _check_columns(path: str, row: ParsedRow) -> None:
     """Raises RowError if a reward function has a parameter that is neither a value of mrl nor a column of the row."""
     if missing := missing_columns(path, row.rest, has_answer=bool(row.answer)):
-        raise RowError(
-            f"{path} takes {', '.join(missing)}, and the row has no such "
-            f"column{'' if row.answer else ', and no answer'}; beside question and answer it has "
-            f"{', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}; "
-            "rename the parameter, or give it a default"
-        )
+        raise LacksColumns(path, missing, row.rest, has_answer=bool(row.answer))
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

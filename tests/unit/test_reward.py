@@ -94,7 +94,7 @@ def test_it_is_confined_as_in_a_run(folder: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("graded", (), "graded takes grade, and the row has no such column"),
+        ("graded", (), "graded: it takes grade, which is no value of mrl and no column of data.train; the nearest is "),
         ("nothing", (), "has no attribute 'nothing'"),
         ("judge", ("--replies", "short.txt"), "short.txt has 1 replies for 2 rows"),
         ("judge", ("--replies", "numbers.jsonl"), "numbers.jsonl:1: a reply is a text"),

@@ -229,7 +229,11 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
         name_key = key_of("dataset_name", default, dataset, key)
-        problems.add(name_key, "no such data set is known", f"use one of {', '.join(DATASETS)}, or leave it out and give data_path")
+        problems.add(
+            name_key,
+            "no such data set is known",
+            f"use one of {', '.join(DATASETS)}, or leave it out and give data_path",
+        )
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([is_required(f"{key}.data_path")])
     elif path is not None and not (path.startswith(FROM_VERIFIERS) or os.path.exists(path) or is_hub_id(path)):
@@ -242,7 +246,9 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         elif path.isidentifier():
             way_out += f"; by name mrl knows {', '.join(DATASETS)}"
         if "://" in path:
-            problems.add(f"{key}.data_path", "mrl reads no rows from an address", "download the file, and give its path")
+            problems.add(
+                f"{key}.data_path", "mrl reads no rows from an address", "download the file, and give its path"
+            )
         else:
             problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
     for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):

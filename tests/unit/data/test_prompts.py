@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptLimits, load_prompts
@@ -366,6 +367,25 @@ def test_questions_that_a_data_set_repeats_are_asked_once(config: RunConfig, tmp
         prompt.text for prompt in load_prompts(configured(tmp_path, "data.train.dataset_name=DAPOMath17K")).train
     ] == ["1+1", "0+2"]
     assert len(load_prompts(config).train) == 3
+
+
+def test_a_misspelt_parameter_of_a_reward_is_said_once_and_before_the_rows(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "misspelt.py").write_text("def mine(response, anwser): ...\ndef other(response, levle): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("train", "validation"):
+        rows = [{"question": f"{i}+1", "answer": "2", "level": 1, "env_name": "ab"[i % 2]} for i in range(9)]
+        write(tmp_path / f"{name}.jsonl", rows)
+    words = ["++env.own.functions.a=misspelt:mine", "++env.own.functions.b=misspelt:other"]
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(configured(tmp_path, *words))
+    said = str(caught.value).splitlines()
+    assert [line.partition("; rename")[0] for line in said] == [
+        f"env.own.functions.{name}=misspelt:{function}: it takes {wrong}, which is no value of mrl and no column of "
+        f"data.train and data.validation; the nearest is {right}"
+        for name, function, wrong, right in (("a", "mine", "anwser", "answer"), ("b", "other", "levle", "level"))
+    ]
 
 
 def test_a_reward_s_parameter_is_a_column_of_every_row(
