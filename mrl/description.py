@@ -223,7 +223,9 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "run folder": _start,
     "checkpoints": _checkpoints,
     "logs": lambda config: config.logger.log_dir,
-    "deadlines": lambda config: "\n".join(map(str, all_deadlines(config))),
+    "deadlines": lambda config: "\n".join(
+        ["if one is missed, the run hangs: it ends, and the same command resumes", *map(str, all_deadlines(config))]
+    ),
 }
 """Line of the report -> what it says of a run."""
 ROWS_OF_TRAINING = (

@@ -358,7 +358,7 @@ def _runs(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=what, description=f"Prints {what} that runs a config.")
     parser.add_argument("config", help="config file (a path, or a packaged name)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings in place of the config's")
     parser.add_argument("--name", default="mrl", help="of the job (default: mrl; on Slurm, after the run folder)")
     if can_submit:
         parser.add_argument("--submit", action="store_true", help="send it, after printing it")

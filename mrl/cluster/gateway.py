@@ -33,6 +33,7 @@ from mrl.cluster.event_loop import in_loop
 from mrl.cluster.judge_engines import JudgeGroup, judge_engine
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
+from mrl.cluster.traces import Traces
 from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent, parts_at_work
 from mrl.config.schema.env import EnvConfig
@@ -295,6 +296,7 @@ class GatewayGroup(Actors[GatewayActor]):
         """Agents, and what was said to be altered in requests of theirs."""
         self._blocked: set[str] = set()
         """Lines that have been said to block."""
+        self._traces = Traces("is not trained, as its agent raised")
         self._starting = dict[int, ray.ObjectRef[str]]()
         self._watching = dict[int, asyncio.Task[None]]()
         self.handles = [self._start(index) for index in range(num_gateways)]
@@ -371,6 +373,7 @@ class GatewayGroup(Actors[GatewayActor]):
             ]
             place += len(infos)
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
+            self._traces.log(request_id, verdict, self._log_file(index), way_out="")
         return ended
 
     def waits(self) -> list[str]:

@@ -33,9 +33,10 @@ from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
+from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import rounded
+from mrl.config.texts import rollout_name, rounded
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_faults, rules_of
@@ -65,8 +66,6 @@ STUCK_S = 60.0
 NUM_TOGETHER = 32
 # Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
 NUM_CALLS = 4
-# Kinds of tracebacks of own functions that the driver logs.
-MAX_TRACES = 8
 
 Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 """A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
@@ -173,7 +172,7 @@ class Judge:
             try:
                 following = await self._in_texts(next_turn)
             except ValueError as error:  # the observation is the environment's
-                logger.warning("Rollout %s is not scored: %s", request_id, error)
+                logger.warning("%s is not scored: %s", rollout_name(request_id), error)
                 verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
         if isinstance(following, Rollout):
             self.work.answer(request_id, following)
@@ -239,8 +238,7 @@ class Rewards(Actors[RewardActor]):
         self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
         self._load = RewardLoad()
-        self._traces = set[str]()
-        """Kinds of tracebacks of own functions that are logged already."""
+        self._traces = Traces("is not scored, as its reward function raised")
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
             in_loop(self.book.begin, index)
@@ -336,14 +334,8 @@ class Rewards(Actors[RewardActor]):
         self._seconds[index] += load.seconds
         self._load += load
         for name, (verdict, _) in ended.items():
-            if verdict.trace and verdict.trace_kind not in self._traces and len(self._traces) < MAX_TRACES:
-                self._traces.add(verdict.trace_kind)
-                logger.warning(
-                    "Rollout %s is not scored, as its reward function raised. %s\nThe log of all such rollouts, "
-                    "and of what the function prints: %s. `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in "
-                    "seconds",
-                    *(name, verdict.trace, self._log_file(index)),
-                )
+            way_out = ". `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in seconds"
+            self._traces.log(name, verdict, self._log_file(index), way_out=way_out)
         if ended or continued or load.num_begun:
             self.news.tell(VERDICTS)
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}

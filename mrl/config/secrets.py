@@ -253,6 +253,8 @@ class SecretsFormatter(logging.Formatter):
         if self.style == "json":
             said = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname, "logger": record.name}
             return json.dumps({**said, "message": text.strip("\n")})
+        if self.style == "plain" and record.levelno == logging.WARNING:
+            return f"[WARNING] {text}"
         if self.style == "plain" or (self.style == "terminal" and record.name == STORY):
             return text
         prefix = PREFIXES[self.style].format(time=now, level=record.levelname, name=record.name)

@@ -22,6 +22,8 @@ OF_ROWS = ("aux_loss", "global_aux_loss")
 """Auxiliary losses that depend on the rows of a batch: a mean over them, and of experts' counts in those so far."""
 
 _MEGATRON = "policy.megatron_cfg"
+_SHARED, _NOT_SHARED = "trained once for all rollouts of a prompt", "trained with each rollout"
+_ENOUGH = f"that saves a batch {1 - 1 / LEAST_SAVING:.0%} of its tokens or more"
 
 
 def find_obstacles(config: RunConfig) -> Iterator[tuple[str, object, object]]:
@@ -69,14 +71,14 @@ def describe_sharing(config: RunConfig) -> str:
     """The sharing of a run's prefixes, in words."""
     given = config.policy.share_prefixes
     if given != AUTO:
-        return "shared" if given else "not shared"
+        return _SHARED if given else _NOT_SHARED
     try:
         reason = obstacle_to_auto(config)
     except ValueError:
-        return "shared where the model allows it and a batch saves enough tokens"
+        return f"{_SHARED} where the model allows it and {_ENOUGH}"
     if reason:
-        return f"not shared: {reason}"
-    return f"shared by batches with at least {LEAST_SAVING:g} times the tokens that are then computed"
+        return f"{_NOT_SHARED}: {reason}"
+    return f"{_SHARED} where {_ENOUGH}"
 
 
 def describe_choice(config: RunConfig, *, shares: bool) -> str:

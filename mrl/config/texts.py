@@ -29,6 +29,15 @@ def rounded(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def rollout_name(request_id: str) -> str:
+    """A rollout in words: `Rollout 7 of prompt train:3 in epoch 0`; a negative epoch is that of held-out prompts."""
+    epoch, _, rest = request_id.partition("/")
+    prompt, _, index = rest.rpartition("/")
+    if epoch.startswith("-"):
+        return f"Rollout {index} of held-out prompt {prompt}"
+    return f"Rollout {index} of prompt {prompt} in epoch {epoch}" if prompt else f"Rollout {request_id}"
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, with its columns below each other."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -14,8 +14,8 @@ from mrl.data.fields import RowError, json_object
 from mrl.data.records import records
 
 if TYPE_CHECKING:
-    from mrl.data.prompts import Rendered
     from mrl.data.reading import Reader
+    from mrl.types import Prompt
 
 NUM_ROWS = 20
 """Rows of a data set that are looked at: rows of one data set have mostly the same columns."""
@@ -34,7 +34,7 @@ class LacksColumns(RowError):
         )
 
 
-def find_lacking(readers: Iterable[Reader[Rendered]], functions: Mapping[str, str]) -> list[Problem]:
+def find_lacking(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mapping[str, str]) -> list[Problem]:
     """Problems of the `functions` (environment -> path) with a parameter that the first rows of no data set have.
 
     If a row has the column, those that lack it are bad rows.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar
 
 from mrl import spans
 from mrl.config.schema.env import BUILT_IN
-from mrl.config.texts import safe_text
+from mrl.config.texts import rollout_name, safe_text
 from mrl.envs import own
 from mrl.envs.child_process import MEMORY_BYTES, START_TIMEOUT_S, Child, ChildDied
 from mrl.envs.confine import landlock_abi
@@ -418,7 +418,7 @@ class Scorer:
                 verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample"
             )
         if not verdict.is_valid:
-            logger.warning("Rollout %s (%s) is not scored: %s", request_id, env_name, verdict.reason)
+            logger.warning("%s (%s) is not scored: %s", rollout_name(request_id), env_name, verdict.reason)
         return verdict
 
     def take_load(self) -> RewardLoad:

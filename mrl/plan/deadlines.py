@@ -37,6 +37,8 @@ CPU_FLOPS = 1e9
 TRAIN_PASSES = 4
 # bfloat16, in which large models are published.
 BYTES_PER_PARAMETER = 2
+# A tiny model's weights are read in less.
+LEAST_TOLD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -155,4 +157,5 @@ def weight_bytes(folder: Path) -> int | None:
 def _deadline(what: str, given: float | None, parts: Mapping[str, float], rest: str) -> Deadline:
     if given is not None:
         return Deadline(what, given, f"deadlines.{what}_s")
-    return Deadline(what, sum(parts.values()), " + ".join(parts) + rest)
+    told = " + ".join(text for text, seconds in parts.items() if seconds >= LEAST_TOLD_S)
+    return Deadline(what, sum(parts.values()), told + rest)

@@ -17,6 +17,7 @@ from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
+    ENGINE_CONTEXT,
     EXCESS,
     PAGE_CACHE,
     ROLLOUTS,
@@ -284,7 +285,8 @@ def _engine_lines(gpu: Gpu, engine: EngineMemory, asked: float, length: int) -> 
     less = f" (not {asked:g}, as the policy's weights are there, too)" if engine.share < asked else ""
     return [
         f"Engine worker, GiB: {engine.share * gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, "
-        f"activations {engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache "
+        f"activations {engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, "
+        f"outside torch {ENGINE_CONTEXT / GIB:.1f}, cache "
         f"{engine.cache / GIB:.1f}",
         f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; "
         f"{engine.layout.state_blocks} more for a sequence's states; {fits:.1f} sequences of {length:,} tokens "

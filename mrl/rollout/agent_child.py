@@ -33,6 +33,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
+from mrl.envs.child import MAX_FRAMES
 from mrl.envs.own import outcome
 from mrl.envs.task import MASK_SAMPLE
 from mrl.rollout import http_gate
@@ -134,11 +135,17 @@ def _own(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummar
     return [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
 
 
-def raised_at(error: BaseException) -> str:
-    """The innermost line of an agent at which it raised, as ` (FILE:LINE)`; "" where it lies in no file of its own."""
+def traced(error: BaseException) -> tuple[str, str]:
+    """The innermost line of an agent at which it raised, as ` (FILE:LINE)`, and a traceback of its own frames.
+
+    Both are "" where it raised in no file of its own.
+    """
     mrl = str(Path(__file__).parents[1])
     own = [frame for frame in _own(traceback.extract_tb(error.__traceback__)) if not frame.filename.startswith(mrl)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if not own:
+        return "", ""
+    lines = [*traceback.format_list(own[-MAX_FRAMES:]), *traceback.format_exception_only(error)]
+    return f" ({own[-1].filename}:{own[-1].lineno})", "".join(["Traceback:\n", *lines]).rstrip()
 
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -180,7 +187,10 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # by whoever ends the request, and not by what the agent waits for
             logger.warning("An agent failed", exc_info=error)
-            return _json({"error": f"{type(error).__name__}: {error}{raised_at(error)}"})
+            while isinstance(error, BaseExceptionGroup):  # of asyncio.TaskGroup, and says nothing itself
+                error = error.exceptions[0]
+            place, trace = traced(error)
+            return _json({"error": f"{type(error).__name__}: {error}{place}", "trace": trace})
         texts = {"columns": dict(found.columns), "extracted": found.extracted}
         is_masked = MASK_SAMPLE in found.flags
         return _json({"reward": found.reward, "components": dict(found.components), "mask": is_masked, **texts})

@@ -27,7 +27,8 @@ from typing import cast
 import aiohttp
 import numpy as np
 
-from mrl.config.texts import rounded, safe_text
+from mrl.config.texts import rollout_name, rounded, safe_text
+from mrl.envs.child import MAX_TRACE_CHARACTERS
 from mrl.envs.own import MAX_COLUMN_CHARACTERS
 from mrl.envs.scorer import MAX_COLUMNS
 from mrl.rollout.agent_session import AgentSession
@@ -299,7 +300,7 @@ class AgentRunner:
                 reason, attempt = str(lost), attempt + 1
                 if isinstance(lost, AgentBlocked):
                     end = time.monotonic() + self._timeout_s
-                logger.warning("Rollout %s loses its agent: %s", task.request_id, reason)
+                logger.warning("%s loses its agent: %s", rollout_name(task.request_id), reason)
                 await asyncio.sleep(RETRY_S)
                 continue
             finally:
@@ -340,7 +341,8 @@ class AgentRunner:
         if verdict.is_valid and not rollouts:
             verdict = failed("the agent has sampled nothing that can be trained", "error", verdict)
         if not verdict.is_valid:
-            logger.warning("Rollout %s (%s) is not trained: %s", task.request_id, task.prompt.env_name, verdict.reason)
+            name = rollout_name(task.request_id)
+            logger.warning("%s (%s) is not trained: %s", name, task.prompt.env_name, verdict.reason)
         metrics = {
             **verdict.metrics,
             "sequences": float(len(rollouts)),
@@ -361,10 +363,9 @@ def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
     Texts in `columns`, and others beside the reward, are columns of the table of samples.
     """
     if (error := reply.get("error")) is not None:
-        return failed(
-            str(error)[:500] or "the agent answers an empty error",
-            "timeout" if reply.get("status") == "timeout" else "error",
-        )
+        status = "timeout" if reply.get("status") == "timeout" else "error"
+        said = failed(str(error)[:500] or "the agent answers an empty error", status)
+        return replace(said, trace=safe_text(str(reply.get("trace") or ""), MAX_TRACE_CHARACTERS))
     try:
         components, metrics = (_numbers(reply, name) for name in ("components", "metrics"))
         total = reply.get("reward")

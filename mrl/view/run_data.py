@@ -20,6 +20,7 @@ from conversion.files.owners import Owner
 from conversion.files.reading import parse_json, read_file
 from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.files import MAX_FILE_BYTES, check_yaml
+from mrl.exit_codes import DONE
 from mrl.metrics import MASKED_IN_A_ROW, NO_SIGNAL_IN_A_ROW
 from mrl.phases import PHASES
 from mrl.types import Status
@@ -277,16 +278,17 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
     step = int(rows[-1]["step"] or 0) if rows else 0
     last = setting(config, f"{section_of(config)}.max_num_steps")
     has_last = isinstance(last, int) and last > 0
-    ended = "finished" if has_last and step >= cast(int, last) else "ended"
     lines = [
-        ("state", state if state == "running" else ended),
+        ("state", state if state == "running" else _end(folder, has_all=has_last and step >= cast(int, last))),
         ("step", f"{step} of {last}" if has_last else str(step)),
     ]
     times = [total for row in rows[-NUM_TIMED_STEPS:] if (total := row.get("time/total")) is not None]
     if times:
         step_s = statistics.median(times)
         lines.append(("step time", f"{number(step_s)} s"))
-        if has_last and state == "running":
+        if has_last and state == "running" and _is_starting(folder):
+            lines.append(("time left", "known after the first step of this attempt"))
+        elif has_last and state == "running":
             left = timedelta(seconds=round(step_s * max(0, cast(int, last) - step)))
             end = datetime.now().astimezone() + left
             lines.append(("time left", f"about {left}, until {end:%Y-%m-%d %H:%M %Z}"))
@@ -307,6 +309,23 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
         lines += [(f"masked: {kind}", reason) for kind, reason in reasons.items()]
     lines.append(("as of", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")))
     return lines
+
+
+def _end(folder: Path, *, has_all: bool) -> str:
+    """How the newest attempt ended; without its word, by whether the run has all steps."""
+    attempts = attempts_of(folder)
+    code = read_json(attempts[-1] / ENDED).get("code") if attempts else None
+    if code is None:
+        return "finished" if has_all else "ended"
+    return "finished" if code == DONE else f"ended, code {code}"
+
+
+def _is_starting(folder: Path) -> bool:
+    """Tells whether the newest attempt has logged nothing yet: the metrics are those of the attempts before it."""
+    attempts, metrics = attempts_of(folder), folder / METRICS
+    return (
+        bool(attempts) and metrics.exists() and metrics.stat().st_mtime < (attempts[-1] / "config.yaml").stat().st_mtime
+    )
 
 
 def attempts_of(folder: Path) -> list[Path]:
@@ -337,6 +356,8 @@ def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
     last = rows[-1] if rows else {}
     if last.get(NO_SIGNAL_IN_A_ROW) or last.get(MASKED_IN_A_ROW):
         return {"level": "look", "reason": "The last step taught nothing: its rewards are equal, or all are masked."}
+    if masked := masked_text(rows):
+        return {"level": "look", "reason": f"Masked, and not trained on: {masked}."}
     return {
         "level": "ok",
         "reason": "No problems found." if any(row.get("step") for row in rows) else "No step has finished yet.",

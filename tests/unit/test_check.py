@@ -300,6 +300,14 @@ def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.Capt
     assert "data.validation=null: there is nothing to ask" in capsys.readouterr().out
 
 
+def test_keys_of_one_section_with_one_reason_are_one_line(said, workplace: Path):
+    section = "data_plane: {enabled: false, impl: transfer_queue, storage_capacity: 5, backend: simple}\n"
+    (workplace / "own.yaml").write_text(f"defaults: {NEMO_RL / 'grpo_math_1B.yaml'}\n{section}")
+    _, output = said("own.yaml")
+    (line,) = (line for line in output.splitlines() if line.strip().startswith("data_plane"))
+    assert line.startswith("  data_plane: ") and " keys: rollouts stay where they were made" in line
+
+
 def test_the_report_says_what_became_of_each_key(said):
     code, output = said(
         str(NEMO_RL / "grpo_math_8B.yaml"), "data.train_jsonl_fpath=rows.jsonl", "swanlab_enabled=false"

@@ -48,6 +48,27 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert second.startswith(f"{tmp_path / 'b'} ended 1 of 3 grpo m 2 val/accuracy 0.25 -> 0.75 2")
 
 
+@pytest.mark.parametrize(
+    ("code", "num_steps", "state"),
+    [
+        (0, 3, "finished"),
+        (1, 3, "ended, code 1"),
+        (75, 3, "ended, code 75"),
+        (0, 2, "finished"),
+        (2, 1, "ended, code 2"),
+    ],
+)
+def test_only_a_run_that_ended_well_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, num_steps: int, state: str
+):
+    folder = run(tmp_path / "a", 0.001, 0.002, losses=(2.0, 1.5, 1.0)[:num_steps], accuracy=0.5)
+    (folder / "logs/exp_001/ended.json").write_text('{"code": 75}')
+    (folder / "logs/exp_002/ended.json").write_text(json.dumps({"code": code}))
+    (line,) = said(capsys, tmp_path)[1:]
+    shown = next(line for line in said(capsys, "show", folder) if line.startswith("state "))
+    assert f" {state}  " in line and shown.split(maxsplit=1) == ["state", state]
+
+
 def test_a_mean_of_other_rewards_than_0_and_1_is_called_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = run(tmp_path / "a", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5)
     path = folder / "metrics.jsonl"

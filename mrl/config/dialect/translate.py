@@ -78,7 +78,7 @@ def _lines(notes: Iterable[Note]) -> list[str]:
     """A line for each note; one for all of a section with one reason."""
     groups: dict[object, list[Note]] = {}
     for key, setting, reason in notes:
-        group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
+        group = key if setting.origin == COMMAND_LINE else (key[:2] if len(key) > 2 else key[:1], reason)
         groups.setdefault(group, []).append((key, setting, reason))
     lines = []
     for members in groups.values():

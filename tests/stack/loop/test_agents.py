@@ -186,13 +186,16 @@ def test_a_step_trains_all_sequences_with_one_advantage_each_rollout(watched: Li
     assert "rollout/engine_idle_fraction" not in metrics  # engines work for agents over HTTP, which is not counted
 
 
-def test_agents_that_fail_cost_their_own_rollout(watched: LiveRun):
+def test_agents_that_fail_cost_their_own_rollout(watched: LiveRun, caplog: pytest.LogCaptureFixture):
     verdicts = [verdict for group in sampled(watched, "failing") for verdict in group.verdicts]
     assert {verdict.status for verdict in verdicts} == {"ok", "error"}
     assert {verdict.reason for verdict in verdicts if not verdict.is_valid} == {"RuntimeError: no idea"}
     log = next((watched.run.folder.path / "logs").glob("exp_*/actors/gateway-1.log"))
     # It comes from the local disk.
     wait_until(lambda: "(failing) is not trained: RuntimeError: no idea" in log.read_text(), "line in the log")
+    # The driver shows each kind once, with the lines of the user's file.
+    assert caplog.text.count('    raise RuntimeError("no idea")') == 1
+    assert "is not trained, as its agent raised. Traceback:" in caplog.text and "/gateway" in caplog.text
     # All that ran in the process that died have begun again, and none is counted twice.
     assert sum(verdict.metrics["lost_attempts"] for verdict in verdicts) >= 1
     for env_name, reason in (("lonely", "RuntimeError: never"), ("silent", "sampled nothing")):

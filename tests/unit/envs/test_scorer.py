@@ -128,7 +128,7 @@ async def test_a_rollout_that_is_not_scored_is_named(caplog: pytest.LogCaptureFi
             return Verdict(0.0, False, "error", "", task.text, reason="the reward is nan")
 
     await scorer_of({"bad": Refusing()}).judge("3/row:7/2", "bad", Task(("x",)))
-    assert all(words in caplog.text for words in ("3/row:7/2 (bad) is not scored", "the reward is nan"))
+    assert "Rollout 2 of prompt row:7 in epoch 3 (bad) is not scored: the reward is nan" in caplog.text
 
 
 @pytest.mark.parametrize("masks", [True, False])

@@ -100,6 +100,13 @@ def test_what_is_no_reward_masks_the_rollout_with_its_reason(running: Running, r
     raised, text, masked = run(running, runner, task("raise"), task("text"), task("mask"))
     assert raised.verdict.status == "error"
     assert re.fullmatch(r"KeyError: 'nothing there' \(.*/trial_agents.py:21\)", raised.verdict.reason)
+    assert re.fullmatch(
+        r"Traceback:\n  File \".*/trial_agents.py\", line 21, in echo\n    raise KeyError\(\"nothing there\"\)\n"
+        r"KeyError: 'nothing there'",
+        raised.verdict.trace,
+    )
+    (grouped,) = run(running, runner, task("raise in a group"))
+    assert grouped.verdict.reason.startswith("KeyError: 'deep' (") and "in _fail" in grouped.verdict.trace
     assert "not a number" in text.verdict.reason
     assert (masked.verdict.status, masked.verdict.reward, masked.verdict.has_reward) == ("flagged", 1.0, True)
     assert [len(ran.rollouts) for ran in (raised, text, masked)] == [1, 1, 1]

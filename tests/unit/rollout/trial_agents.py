@@ -19,6 +19,9 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
     match row["does"]:
         case "raise":
             raise KeyError("nothing there")
+        case "raise in a group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_fail())
         case "text":
             return {"reward": "much"}
         case "columns":
@@ -62,3 +65,7 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
 
 def no_agent(row: dict) -> float:
     return 0.0
+
+
+async def _fail() -> None:
+    raise KeyError("deep")

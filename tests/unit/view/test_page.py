@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 import re
 from pathlib import Path
 
@@ -82,6 +83,28 @@ def test_a_run_that_learns_nothing_or_masks_rollouts_is_not_well(tmp_path: Path)
     assert "('masked: error', 'ValueError: no sum, at own.py:3')" in str(data["progress"])
     assert "Masked share of the worst environment" in str(data["health"])
     assert "('masked', '32 of 128 rollouts (25.0%): timeout 2, error 30')" in str(data["progress"])
+
+
+def test_a_few_masked_rollouts_are_said_too(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(
+        folder, [row(1, rollout__own__num_rollouts=64, rollout__own__failed=1, rollout__own__error=1), row(2)]
+    )
+    reason = "Masked, and not trained on: 1 of 64 rollouts (1.6%): error 1."
+    assert run_data(folder)["health"] == {"level": "look", "reason": reason}
+
+
+def test_the_time_left_is_told_by_the_attempt_that_runs(tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    attempt = folder / "logs/exp_002"
+    attempt.mkdir()
+    (attempt / "config.yaml").write_text((folder / "config.yaml").read_text())
+    os.utime(folder / "metrics.jsonl", (1, 1))
+    rows = [row(step) for step in range(6)]
+    config = {"algorithm": "grpo", "grpo": {"max_num_steps": 50}}
+    assert dict(progress_lines(rows, config, folder, "running"))["time left"].startswith("known after the first step")
+    os.utime(folder / "metrics.jsonl")
+    assert dict(progress_lines(rows, config, folder, "running"))["time left"].startswith("about 0:01:30")
 
 
 def test_a_step_that_ran_again_shows_its_newer_rollouts(tmp_path: Path):

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tracebacks of the user's functions in the driver's log: one of each kind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from mrl.config.texts import rollout_name
+from mrl.types import Verdict
+
+logger = logging.getLogger(__name__)
+
+MAX_KINDS = 8
+
+
+class Traces:
+    """Logs the traceback of a rollout's verdict, unless one of its kind is logged already."""
+
+    def __init__(self, what: str) -> None:
+        """`what` ends the first line: `is not scored, as its reward function raised`."""
+        self._what, self._kinds = what, set[str]()
+
+    def log(self, request_id: str, verdict: Verdict, log_file: Path, *, way_out: str) -> None:
+        """Logs the traceback, and names the file that has those of all rollouts."""
+        if not verdict.trace or verdict.trace_kind in self._kinds or len(self._kinds) >= MAX_KINDS:
+            return
+        self._kinds.add(verdict.trace_kind)
+        text = "%s %s. %s\nThe log of all such rollouts, and of what the function prints: %s%s"
+        logger.warning(text, rollout_name(request_id), self._what, verdict.trace, log_file, way_out)
