@@ -243,4 +243,4 @@ ROWS_OF_EVALUATION: dict[str, Callable[[RunConfig], str]] = {
     "data": _held_out,
     "logs": lambda config: f"{config.evaluation_folder}/logs",
 }
-"""What these lines say of an evaluation instead."""
+"""Lines that an evaluation has instead."""

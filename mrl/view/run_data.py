@@ -312,7 +312,7 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
 
 
 def _end(folder: Path, *, has_all: bool) -> str:
-    """How the newest attempt ended; without its word, by whether the run has all steps."""
+    """State of a run that is over: by the exit code of its newest attempt, without one by whether it has all steps."""
     attempts = attempts_of(folder)
     code = read_json(attempts[-1] / ENDED).get("code") if attempts else None
     if code is None:
