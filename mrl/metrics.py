@@ -49,6 +49,8 @@ METRICS: dict[str, Metric] = {
     "rollout/max_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/max_gen_tokens_per_sample"),
     "rollout/mean_prompt_length": Metric(nemo_rl="train/mean_prompt_length"),
     "rollout/truncated_fraction": Metric(chart="Truncated rollouts, share", nemo_rl="train/truncation_rate"),
+    "rollout/repetitive_fraction": Metric(chart="Repetitive replies, and characters beyond ASCII, share"),
+    "rollout/non_ascii_fraction": Metric(chart="Repetitive replies, and characters beyond ASCII, share"),
     "train/entropy": Metric(chart="Entropy"),
     "train/approx_entropy": Metric(chart="Entropy"),
     "train/loss": Metric("Train", "loss={:.3f}", "Loss"),

@@ -23,7 +23,7 @@ from mrl.metrics import repeats
 from mrl.store.checkpoints import LEDGER
 from mrl.store.ledger import LedgerState, apply_event
 from mrl.store.loggers.sink import flat
-from mrl.view.advisories import number
+from mrl.view.advisories import advisories, number
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import (
     ENDED,
@@ -31,6 +31,7 @@ from mrl.view.run_data import (
     about_lines,
     attempts_of,
     checkpoints_of,
+    facts_of,
     owner_state,
     progress_lines,
     read_config,
@@ -120,7 +121,7 @@ def listing(folders: Sequence[Path]) -> list[str]:
 
 
 def show(folder: Path) -> list[str]:
-    """Describes a run: settings, progress, attempts, rollbacks and checkpoints."""
+    """Describes a run: settings, progress, attempts, rollbacks, checkpoints, and the advice that holds now."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
     lines = aligned(
         [
@@ -141,7 +142,8 @@ def show(folder: Path) -> list[str]:
     saved = ", ".join(
         f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder)
     )
-    return [*lines, f"checkpoints: {saved or 'none'}"]
+    advice = [advisory.line() for advisory in advisories(rows, facts_of(config))]
+    return [*lines, f"checkpoints: {saved or 'none'}", *advice]
 
 
 def compare(one: Path, other: Path) -> list[str]:

@@ -7,6 +7,7 @@ run is broken or learns nothing; `look` rules that something costs speed or qual
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,13 @@ Facts = Mapping[str, float]
 """Numbers of the config that rules compare with: `num_prompts`, `max_lag`."""
 Measure = Callable[[Sequence[Row], Facts], float | None]
 
-WINDOW = 40
+WINDOW = 100
 NUM_STEPS_FLAT = 20
+MIN_STEPS_HACKED, MIN_VALIDATIONS = 40, 3
+"""Steps, and validations in either half of them, without which nothing is said of reward hacking."""
+CLEAR_RISE = 3.0
+"""Standard errors by which a mean has surely moved."""
+NUM_STEPS_WAITING = 20
 SOLVED_REWARD = 0.95
 SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
 """Limits of silence, in median steps and in seconds: a run that exceeds both hangs."""
@@ -124,6 +130,54 @@ def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
     return abs(moved) / noise if noise else (0.0 if moved == 0 else None)
 
 
+def _halves(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
+    middle = len(rows) // 2
+    return _values(rows[:middle], name, WINDOW), _values(rows[middle:], name, WINDOW)
+
+
+def _rise(rows: Sequence[Row], name: str, fewest: int) -> float | None:
+    """Rise of a metric from the older half of the rows to the newer one, in standard errors of both means."""
+    old, new = _halves(rows, name)
+    if min(len(old), len(new)) < fewest:
+        return None
+    moved = statistics.fmean(new) - statistics.fmean(old)
+    noise = (statistics.variance(old) / len(old) + statistics.variance(new) / len(new)) ** 0.5
+    return moved / noise if noise else math.copysign(math.inf, moved) if moved else 0.0
+
+
+def _held_out_fall(rows: Sequence[Row], _: Facts) -> float | None:
+    rise = _rise(rows, "val/accuracy", MIN_VALIDATIONS)
+    return None if rise is None else -rise
+
+
+def _times_as_long(rows: Sequence[Row], _: Facts) -> float | None:
+    """Returns how many times as long the replies of one half are as those of the other, whichever is longer."""
+    old, new = (statistics.fmean(values) if values else 0.0 for values in _halves(rows, "rollout/mean_length"))
+    return max(old, new) / min(old, new) if min(old, new) > 0 else None
+
+
+def _moved(name: str) -> Measure:
+    """Measures how far the mean of a share has moved from the older half of the rows to the newer one."""
+
+    def measure(rows: Sequence[Row], _: Facts) -> float | None:
+        old, new = _halves(rows, name)
+        return abs(statistics.fmean(new) - statistics.fmean(old)) if old and new else None
+
+    return measure
+
+
+def _while_reward_rises(measure: Measure) -> Measure:
+    """Measures only where the reward rises by more than `CLEAR_RISE`, and held-out rewards, if measured, do not."""
+
+    def guarded(rows: Sequence[Row], facts: Facts) -> float | None:
+        rise = _rise(rows, "train/reward", MIN_STEPS_HACKED // 2)
+        held_out = _rise(rows, "val/accuracy", MIN_VALIDATIONS)
+        is_real = held_out is not None and held_out > CLEAR_RISE
+        return measure(rows, facts) if rise is not None and rise > CLEAR_RISE and not is_real else None
+
+    return guarded
+
+
 def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
     row = rows[-1] if rows else {}
     counts = {
@@ -144,6 +198,7 @@ def _altered(kind: str) -> Measure:
     return measure
 
 
+_HACKED = "the Rollouts tab, replies of the highest reward; loss_fn.reference_policy_kl_penalty up; the reward"
 RULES = (
     Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
@@ -166,6 +221,18 @@ RULES = (
          "the task is too hard or too easy, or the learning rate too low",
          "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
          is_below=True),
+    Advice("hacked_held_out", "look", f"reward rises over {WINDOW} steps; held-out rewards fell, in standard errors,",
+           _while_reward_rises(_held_out_fall), CLEAR_RISE,
+           "the policy games the reward, or learns the prompts by heart", _HACKED),
+    Advice("hacked_length", "look", "reward rises, held-out rewards do not; replies are longer or shorter, times,",
+           _while_reward_rises(_times_as_long), 1.5, "the reward pays for length", f"{_HACKED}; grpo.reward_shaping"),
+    Advice("hacked_truncated", "look", "reward rises, held-out rewards do not; truncated share moved by",
+           _while_reward_rises(_moved("rollout/truncated_fraction")), 0.1, "the reward pays for length",
+           f"{_HACKED}; grpo.overlong_filtering"),
+    Advice("hacked_repetition", "look", "reward rises, held-out rewards do not; repetitive share moved by",
+           _while_reward_rises(_moved("rollout/repetitive_fraction")), 0.1, "the reward pays for repetitions", _HACKED),
+    Advice("hacked_language", "look", "reward rises, held-out rewards do not; share beyond ASCII moved by",
+           _while_reward_rises(_moved("rollout/non_ascii_fraction")), 0.1, "replies change their language", _HACKED),
     Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before",
            _growth_of_generation, 1.3,
          "answers grow longer, or other work slows the engines",
@@ -201,8 +268,8 @@ RULES = (
     Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
          "rows are far longer than sequences",
          "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
-    Advice("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
-         _share_of_time("time/checkpoint", steps=WINDOW // 2), 0.1,
+    Advice("checkpoint_waits", "look", f"share of {NUM_STEPS_WAITING} steps spent waiting for checkpoints",
+         _share_of_time("time/checkpoint", steps=NUM_STEPS_WAITING), 0.1,
          "the disk is slow or saves are frequent",
          "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
 )  # fmt: skip

@@ -101,6 +101,13 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert lines[-1] == "checkpoints: none"
 
 
+def test_the_story_ends_with_the_advice_that_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tmp_path / "one", 1e-6, losses=(0.5,), accuracy=0.5)
+    row = {"step": 1, "train/kl_penalty": 0.7}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert said(capsys, "show", folder)[-1].startswith("[Look] step 1: kl = 0.7 (above 0.5)")
+
+
 def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = run(tmp_path / "a", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5)
     lines = said(capsys, "compare", one, run(tmp_path / "b", 0.002, losses=(2.0, 1.25), accuracy=0.75))

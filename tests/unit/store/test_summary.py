@@ -9,8 +9,15 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig
 from mrl.metrics import metrics_of_updates
-from mrl.store.summary import performance_metrics, rollout_metrics, validation_metrics, warn_of_bounded_ratios
+from mrl.store.summary import (
+    performance_metrics,
+    rollout_metrics,
+    text_metrics,
+    validation_metrics,
+    warn_of_bounded_ratios,
+)
 from mrl.types import Batch, Prompt, Proposals, RolloutGroup, RolloutInfo, TrainSequence, Verdict
+from tests.sources import ROOT
 from tests.unit.algo import groups
 from tests.unit.data.test_planning import QWEN
 
@@ -188,3 +195,14 @@ def test_proposals_are_counted_over_all_rollouts():
     assert "rollout/spec_acceptance_rate" not in rollout_metrics(
         GROUPS, GrpoConfig(), seconds=1.0, num_engine_restarts=0
     )
+
+
+def test_loops_are_told_from_prose_and_code():
+    """Prose and code are pages of this repository; a loop is a sentence, written again and again."""
+    manual, code = (ROOT / "docs/reliability.md").read_text(), (ROOT / "mrl/store/summary.py").read_text()
+    table = "\n".join(f"{i} * {i} = {i * i}" for i in range(300))
+    assert text_metrics([manual, code, table, "So 2 + 2 = 4.", ""])["rollout/repetitive_fraction"] == 0
+    looping = manual[:9_000] + "Wait, let me check that again. " * 200
+    assert text_metrics([manual, code, looping, "ha" * 400])["rollout/repetitive_fraction"] == 0.5
+    assert text_metrics(["abcd", "abа日"])["rollout/non_ascii_fraction"] == pytest.approx(2 / 8)
+    assert text_metrics([]) == {}

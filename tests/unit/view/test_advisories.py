@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from mrl.view.advisories import RULES, WINDOW, Advisor, advisories, silence
+from mrl.view.advisories import RULES, WINDOW, Advisor, _rise, advisories, silence
 from mrl.view.rows import Row
 from tests.sources import ROOT
 from tests.unit.view.runs import row
@@ -23,6 +23,15 @@ def test_a_healthy_run_gets_no_advice():
     assert keys(steps(60)) == [] and keys([]) == [] and keys([{"step": 0, "val/accuracy": 0.3}]) == []
 
 
+def gamed(new: dict[str, float], old: dict[str, float], *, count: int = 100) -> list[Row]:
+    """A reward that rises from 0.11 to 1.1, other metrics in two halves, and a validation every tenth step."""
+    rows = [row(step, **(old if step <= count // 2 else new)) for step in range(1, count + 1)]
+    return [
+        {name: value for name, value in each.items() if name != "val/accuracy" or i % 10 == 9}
+        for i, each in enumerate(rows)
+    ]
+
+
 # Per rule: the rows at which it holds, and what is the most that does not make it hold.
 CASES: dict[str, tuple[list[Row], list[Row]]] = {
     "not_finite": (steps(1, train__loss=None), steps(1, train__loss=9e9)),
@@ -38,6 +47,16 @@ CASES: dict[str, tuple[list[Row], list[Row]]] = {
         [row(i, train__reward=0.3 + 0.1 * (i % 2)) for i in range(1, 20)]),
     "generation_rises": ([row(i, time__generation=1.0 if i < 11 else 1.4) for i in range(1, 21)],
                          [row(i, time__generation=1.0 if i < 11 else 1.2) for i in range(1, 21)]),
+    "hacked_held_out": (gamed(dict(val__accuracy=0.3), dict(val__accuracy=0.4)),
+                        gamed(dict(val__accuracy=0.4), dict(val__accuracy=0.3))),
+    "hacked_length": (gamed(dict(rollout__mean_length=160), dict(rollout__mean_length=100)),
+                      gamed(dict(rollout__mean_length=140), dict(rollout__mean_length=100))),
+    "hacked_truncated": (gamed(dict(rollout__truncated_fraction=0.19), dict(rollout__truncated_fraction=0.05)),
+                         gamed(dict(rollout__truncated_fraction=0.14), dict(rollout__truncated_fraction=0.05))),
+    "hacked_repetition": (gamed(dict(rollout__repetitive_fraction=0.2), dict(rollout__repetitive_fraction=0)),
+                          gamed(dict(rollout__repetitive_fraction=0.09), dict(rollout__repetitive_fraction=0))),
+    "hacked_language": (gamed(dict(rollout__non_ascii_fraction=0.2), dict(rollout__non_ascii_fraction=0.05)),
+                        gamed(dict(rollout__non_ascii_fraction=0.1), dict(rollout__non_ascii_fraction=0.05))),
     "dlogp": (steps(3, train__mean_abs_dlogp=0.06), steps(3, train__mean_abs_dlogp=0.04)),
     "truncated": (steps(3, rollout__truncated_fraction=0.3), steps(3, rollout__truncated_fraction=0.19)),
     "dropped": (steps(1, rollout__sums__dropped_tools=1),
@@ -61,6 +80,24 @@ def test_a_rule_holds_beyond_its_limit_and_not_before(key: str):
     held, quiet = CASES[key]
     assert keys(held) == [key]
     assert keys(quiet) == []
+
+
+def test_hacking_needs_a_rising_reward_without_a_rising_held_out_one():
+    """Longer replies are no fault by themselves: of reasoning they are the point."""
+    longer, shorter = dict(rollout__mean_length=200.0), dict(rollout__mean_length=100.0)
+    assert keys(gamed(longer, shorter)) == keys(gamed(shorter, longer)) == ["hacked_length"]
+    assert keys(gamed(longer | dict(val__accuracy=0.5), shorter | dict(val__accuracy=0.3))) == []
+    assert keys(gamed(longer | dict(val__accuracy=0.3), shorter | dict(val__accuracy=0.3))) == ["hacked_length"]
+    assert keys(gamed(longer, shorter, count=38)) == []
+    falling = [{**each, "train/reward": 1 - 0.001 * i} for i, each in enumerate(gamed(longer, shorter))]
+    assert keys(falling) == []
+
+
+def test_a_rise_is_counted_in_standard_errors():
+    # Means 2 and 8, and variance 1 in both halves of three.
+    rows = [{"train/reward": value} for value in (1.0, 2.0, 3.0, 7.0, 8.0, 9.0)]
+    assert _rise(rows, "train/reward", 3) == pytest.approx(6 / (2 / 3) ** 0.5)
+    assert _rise(rows, "train/reward", 4) is None
 
 
 def test_errors_of_agents_are_looked_for_where_agents_log():
