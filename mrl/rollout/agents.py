@@ -35,15 +35,22 @@ from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
-from mrl.rollout.remote import BLOCKED, AgentBlocked, AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
+from mrl.rollout.remote import (
+    BLOCKED,
+    AgentBlocked,
+    AgentLost,
+    AgentUnreached,
+    Json,
+    RemoteAgent,
+    keep_running,
+    until_readable,
+)
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Attempts at one rollout whose agent dies: by its own fault, or by that of another one in its process."""
-MAX_FAILED_STARTS = 3
-"""A process that ends so often in a row before it answers does not load the function."""
 RETRY_S, MAX_PAUSE_S = 1.0, 30.0
 NO_COLUMNS = ("extracted", "status")
 """Texts of an answer that are no columns of the table of samples."""
@@ -124,8 +131,7 @@ class FunctionAgent:
         self._key = secrets.token_urlsafe(32)
         self._remote = RemoteAgent(f"http://127.0.0.1:{self._listener.getsockname()[1]}/", api_key=self._key)
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_failed = 0
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_up = False
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._blocker: Json = {}
         """Last report of the process: session and line of an agent that blocks its loop."""
@@ -135,10 +141,11 @@ class FunctionAgent:
 
     async def start(self) -> None:
         """Starts the process, and waits until the function is loaded. RuntimeError: it cannot be."""
-        self._watch = asyncio.ensure_future(self._keep_alive())
-        await asyncio.wait({self._loaded, self._broken}, return_when=asyncio.FIRST_COMPLETED)
-        if self._broken.done():
-            await self._broken
+        name = f"agents: the process of {self.path}"
+        self._watch = asyncio.ensure_future(keep_running(name, self._run, log=self._log_name))
+        await asyncio.wait({self._loaded, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        if self._watch.done():
+            await self._watch
 
     async def ask(self, task: Json) -> Json:
         """Asks as `RemoteAgent.ask` does, and ends a process that is stuck. RuntimeError: the process keeps dying."""
@@ -147,9 +154,9 @@ class FunctionAgent:
         deadline_at = time.monotonic() + cast(float, task["deadline_s"])
         answer = asyncio.ensure_future(self._remote.ask({**task, "deadline_at": deadline_at}))
         try:
-            await asyncio.wait({answer, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, self._watch}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                await self._broken
+                await self._watch
             reply = await answer
         except TimeoutError:
             if process is not None and process.poll() is None:
@@ -189,42 +196,36 @@ class FunctionAgent:
         if self._process is not None:
             self._process.kill()
 
-    async def _keep_alive(self) -> None:
-        descriptor = self._listener.fileno()
-        while self._num_failed < MAX_FAILED_STARTS:
-            reports, report_fd = os.pipe()
-            process = subprocess.Popen(
-                [*self._words, str(descriptor), str(report_fd), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                pass_fds=(descriptor, report_fd),
-                env=self._variables,
-            )
-            os.close(report_fd)
-            reading = asyncio.ensure_future(self._read_reports(reports))
-            self._process, self._num_failed = process, self._num_failed + 1
-            assert process.stdin is not None
-            with suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended is seen below
-                pipe.write(f"{self._key}\n".encode())
-            looking = asyncio.ensure_future(self._look_for_life())
-            await _ended(process.pid)
-            looking.cancel()
-            await asyncio.wait([reading], timeout=1.0)  # a process that it has left behind may hold the pipe
-            reading.cancel()
-            self._blocker = {}
-            logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
-        times = f"{self._num_failed} times in a row before it could run a rollout"
-        see = f"see {self._log_name}"
-        self._broken.set_exception(RuntimeError(f"agents: the process of {self.path} died {times}; {see}"))
+    async def _run(self) -> tuple[bool, int | None]:
+        descriptor, (reports, report_fd) = self._listener.fileno(), os.pipe()
+        process = self._process = subprocess.Popen(
+            [*self._words, str(descriptor), str(report_fd), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=(descriptor, report_fd),
+            env=self._variables,
+        )
+        os.close(report_fd)
+        self._is_up, reading = False, asyncio.ensure_future(self._read_reports(reports))
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended is seen below
+            pipe.write(f"{self._key}\n".encode())
+        looking = asyncio.ensure_future(self._look_for_life())
+        await _ended(process.pid)
+        looking.cancel()
+        await asyncio.wait([reading], timeout=1.0)  # a process that it has left behind may hold the pipe
+        reading.cancel()
+        self._blocker = {}
+        return self._is_up, process.poll()
 
     async def _look_for_life(self) -> None:
-        """Notes when the process answers; if it ends first, `_keep_alive` notices."""
+        """Notes when the process answers; if it ends first, `_run` notices."""
         with suppress(aiohttp.ClientError):
             async with (
                 aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=None)) as client,
                 client.get(f"{self._remote.url}health") as response,
             ):
                 await response.read()
-            self._num_failed = 0
+            self._is_up = True
             if not self._loaded.done():
                 self._loaded.set_result(None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -23,12 +22,8 @@ from mrl.config.texts import rounded
 from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import JUDGES, MODEL
 from mrl.rollout.gym import GymServers
-from mrl.rollout.remote import until_readable
+from mrl.rollout.remote import keep_running, until_readable
 
-logger = logging.getLogger(__name__)
-
-MAX_FAILED_STARTS = 3
-"""Servers that end so often in a row before they are up do not start."""
 RAY_GAVE_UP = b"timed out during startup"
 """Part of Ray's message if it is not up within a fixed 30 s (ray/_private/node.py); on a busy host the next try
 succeeds.
@@ -120,7 +115,8 @@ class GymProcess:
 
     async def start(self) -> None:
         """Starts the servers, and waits until they are up. RuntimeError: they do not start, or not in time."""
-        self._watch = asyncio.ensure_future(self._keep_alive())
+        name = f"env.nemo_gym.command={self.section.command}"
+        self._watch = asyncio.ensure_future(keep_running(name, self._run, log=self.log_file))
         up = self.servers.up
         await asyncio.wait({self._watch, up}, return_when=asyncio.FIRST_COMPLETED, timeout=self.section.start_s)
         if self._watch.done():
@@ -139,23 +135,15 @@ class GymProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _keep_alive(self) -> None:
-        num_failed = 0
-        while num_failed < MAX_FAILED_STARTS:
-            num_failed, log_start = num_failed + 1, self._log_size()
-            process = self._process = self._begin()
-            looking = asyncio.ensure_future(self.servers.look_for_life(self.section.start_s))
-            await _closed(process)
-            looking.cancel()
-            is_excused = self.servers.up.done() or self._has_logged(RAY_GAVE_UP, log_start)
-            num_failed = 0 if is_excused else num_failed
-            self.servers.set_down()
-            logger.warning("NeMo Gym's servers have ended, and are started again; see %s", self.log_file)
-        what = f"has ended {num_failed} times in a row before NeMo Gym's servers were up"
-        raise RuntimeError(f"env.nemo_gym.command={self.section.command} {what}; see {self.log_file}")
-
-    def _log_size(self) -> int:
-        return self.log_file.stat().st_size if self.log_file.exists() else 0
+    async def _run(self) -> tuple[bool, int | None]:
+        log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
+        process = self._process = self._begin()
+        looking = asyncio.ensure_future(self.servers.look_for_life(self.section.start_s))
+        await _closed(process)
+        looking.cancel()
+        was_up = self.servers.up.done()
+        self.servers.set_down()
+        return was_up or self._has_logged(RAY_GAVE_UP, log_start), process.poll()
 
     def _has_logged(self, text: bytes, start: int) -> bool:
         with self.log_file.open("rb") as log:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent's server, asked over HTTP."""
+"""An agent's server, asked over HTTP, and the program behind one, started again whenever it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 import aiohttp
 
+logger = logging.getLogger(__name__)
+
 Json = Mapping[str, object]
+MAX_FAILED_STARTS = 3
 # An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
 GRACE_S = 10.0
 CONNECT_S = 30.0
@@ -33,6 +37,19 @@ class AgentBlocked(AgentLost):
 
 class AgentUnreached(AgentLost):
     """The agent has got no task: nothing listens at its address, or its server has no time now."""
+
+
+async def keep_running(name: str, run: Callable[[], Awaitable[tuple[bool, int | None]]], *, log: object) -> None:
+    """Runs a program again whenever it ends. `run` runs it once, and tells whether it was up, and its exit code.
+
+    RuntimeError: it was not up `MAX_FAILED_STARTS` times in a row.
+    """
+    num_failed = 0
+    while num_failed < MAX_FAILED_STARTS:
+        was_up, exit_code = await run()
+        num_failed = 0 if was_up else num_failed + 1
+        logger.warning("%s has ended (exit code %s) and is started again; see %s", name, exit_code, log)
+    raise RuntimeError(f"{name} has ended {num_failed} times in a row before it was up; see {log}")
 
 
 async def until_readable(descriptor: int) -> None:

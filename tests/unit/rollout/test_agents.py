@@ -397,7 +397,7 @@ def test_answers_of_servers_have_a_bound(
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(agents_module, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(remote_module, "MAX_FAILED_STARTS", 1)
 
     async def start() -> AgentRunner:
         own = AgentRunner(running.gateway, url=running.url, timeout_s=HANG_S, masks_flagged=True)
@@ -405,5 +405,5 @@ def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeyp
         await agent.start()
         return own
 
-    with pytest.raises(RuntimeError, match="died 1 times in a row"):
+    with pytest.raises(RuntimeError, match="has ended 1 times in a row"):
         running.run(start())
