@@ -16,6 +16,8 @@ from mrl.cluster.event_loop import News
 
 GENERATION = "generation"
 """Name of the driver's wait for sampling engines."""
+VERDICTS = "rewards"
+"""Name of the driver's wait for verdicts."""
 Q = TypeVar("Q")
 A = TypeVar("A")
 # An actor that dies this often in a row without an answer will not get better.

@@ -8,7 +8,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from mrl.cluster.calls import answered
-from mrl.cluster.engines import CALLERS, EngineActor
+from mrl.cluster.engines import EngineActor
 from mrl.cluster.errors import ActorName
 from mrl.rollout.callers import Answered, Client, Params, Prompt, Sent
 from mrl.rollout.engine_lines import EngineLost
@@ -48,7 +48,7 @@ class EngineLine:
 
     async def health(self) -> tuple[bool, int | None]:
         """Tells whether the engine can sample now, and its weight version. EngineLost: it has died."""
-        call = self.handle.health.options(concurrency_group=CALLERS).remote()
+        call = self.handle.health.remote()
         try:
             return await answered(call, actor=self._name, what="health")
         except RuntimeError as lost:
@@ -61,7 +61,7 @@ class EngineLine:
         """Sends waiting questions and withdrawals, call by call: a question comes before its withdrawal."""
         while self._unsent or self._withdrawn:
             (unsent, self._unsent), (withdrawn, self._withdrawn) = (self._unsent, []), (self._withdrawn, [])
-            call = self.handle.ask.options(concurrency_group=CALLERS).remote(self._client, unsent, withdrawn)
+            call = self.handle.ask.remote(self._client, unsent, withdrawn)
             try:
                 await answered(call, actor=self._name, what="questions")
             except (RuntimeError, ValueError) as lost:
@@ -70,7 +70,7 @@ class EngineLine:
 
     async def _listen(self) -> None:
         while self._owed:
-            call = self.handle.take_answers.options(concurrency_group=CALLERS).remote(self._client, LISTEN_S)
+            call = self.handle.take_answers.remote(self._client, LISTEN_S)
             try:
                 answers = await answered(call, actor=self._name, what="answers")
             except (RuntimeError, ValueError) as lost:

@@ -19,15 +19,16 @@ import ray
 
 from mrl import numa, spans
 from mrl.cluster import scheduling
-from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, RequestBook
-from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
+from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
+from mrl.cluster.calls import answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import ENGINE, EngineSlots, device_ids
+from mrl.cluster.scheduling import EngineSlots, device_ids
+from mrl.cluster.service import ENGINES, LOOK_S, Service
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -49,9 +50,9 @@ T = TypeVar("T")
 # cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
 CALLERS = "callers"
-"""Group of calls that gateways make while the driver's are under way."""
+"""Group of calls under way beside those of the driver: of gateways, and to look at it."""
 # Of each gateway one call waits for answers, and one, of the process before it that has died, may do so, too.
-CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 2
+CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 3
 
 
 Polled = tuple[list[RolloutInfo], float]
@@ -66,9 +67,17 @@ class EngineActor:
         self._secrets = secrets
         self._thread = EngineThread()
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart]) -> None:
-        """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights."""
+    def build(
+        self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], version: int | None
+    ) -> None:
+        """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights.
+
+        With a `version`, it serves them as these at once; else it waits for a refit.
+        """
         self._thread.do(lambda: self._build(config, device_ids, parts))
+        if version is not None:
+            self.call("enter", "refit")
+            self.call("serve", version)
 
     def _build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart]) -> None:
         config = with_limits(config, local_gpu() if config.cluster.gpus_per_node else None)
@@ -101,20 +110,27 @@ class EngineActor:
         self._thread.serve(self.engine)
         self._callers = RemoteCallers(self.engine.callers, self._thread.wake)
 
+    @ray.method(concurrency_group=CALLERS)
+    def look(self) -> bool:
+        """Tells, after a while, whether it has answered callers meanwhile. A thread that hangs never does."""
+        num_answered = self._callers.num_answered
+        time.sleep(LOOK_S)
+        self._thread.do(lambda: None)
+        return self._callers.num_answered > num_answered
+
+    @ray.method(concurrency_group=CALLERS)
     def ask(self, client: Client, questions: Sequence[Sent], withdrawn: Sequence[str]) -> None:
-        """See `RemoteCallers`; this and the next two calls are for gateways, in the group `CALLERS`."""
+        """See `RemoteCallers`."""
         self._callers.ask(client, questions, withdrawn)
 
+    @ray.method(concurrency_group=CALLERS)
     def take_answers(self, client: Client, limit_s: float) -> list[tuple[str, Answered | ValueError]]:
         return self._callers.take(client, limit_s)
 
+    @ray.method(concurrency_group=CALLERS)
     def health(self) -> tuple[bool, int | None]:
         """Tells whether the engine can sample now, and its weight version."""
         return self.engine.can_sample, self.engine.weight_version
-
-    def num_answered(self) -> int:
-        """Number of requests of gateways that have been answered."""
-        return self._callers.num_answered
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         """Queues requests, steps the engine up to `budget_s`; finished metadata and packed payloads, in one order."""
@@ -159,29 +175,27 @@ class EngineActor:
         return self._thread.do(lambda: function(self.engine, *arguments))
 
 
-class EngineGroup(Actors[EngineVerbs]):
+class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
-        super().__init__(ENGINE, deadline_s=config.deadlines.refit_s)
-        self.config = config
-        self.placement = placement
-        self.log_folder = log_folder
+        self.config, self.placement = config, placement
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0
         """Seconds in which engines had a rollout to work on, added up over the engines."""
         ahead = config.rollouts.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
-        self.news = news or News()
-        self.book = RequestBook[RolloutRequest, RolloutInfo](
-            ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
-        )
         self.on_built: Callable[[], None] = lambda: None
         """Called whenever engines have been built, after a restart, too."""
-        self._building: dict[ActorName, ray.ObjectRef[None]] = {}
-        self.handles = [self._start(slots) for slots in placement.engines]
-        for index in range(self.num_engines):
-            in_loop(self.book.begin, index)
+        super().__init__(
+            ENGINES,
+            len(placement.engines),
+            news=news or News(),
+            log_folder=log_folder,
+            deadline_s=config.deadlines.refit_s,
+            start_s=start_deadline(config).seconds,
+            max_restarts=max_restarts,
+        )
 
     @property
     def num_engines(self) -> int:
@@ -189,12 +203,10 @@ class EngineGroup(Actors[EngineVerbs]):
 
     def wait_until_built(self) -> None:
         """Waits until every engine that was started has loaded its weights."""
-        building, self._building = self._building, {}
-        self.wait(building, deadline_s=start_deadline(self.config).seconds, what="start")
-        if building:
-            self.on_built()
+        self.wait_until_up()
+        self.on_built()
 
-    async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
+    async def _carry(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
         polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
         finished, busy_s = await answered(polled, actor=self.name(index), what="generation")
@@ -203,20 +215,6 @@ class EngineGroup(Actors[EngineVerbs]):
             info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
             for place, info in enumerate(finished)
         }
-
-    def _lose(self, index: int, lost: ActorLost) -> None:
-        logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
-        self.book.lost.add(index)
-        self.news.tell(GENERATION)
-
-    async def look_after(self, index: int) -> None:
-        """Pings an engine that a client could not reach, as no other call may notice its death."""
-        handle = self.handles[index]
-        try:
-            await answered(handle.apply.remote(_sign_of_life), actor=self.name(index), what="sign of life")
-        except ActorLost as lost:
-            if handle is self.handles[index] and index not in self.book.lost:
-                self._lose(index, lost)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -229,10 +227,7 @@ class EngineGroup(Actors[EngineVerbs]):
 
     def restart(self, index: int) -> None:
         """Restarts a dead engine; it refuses work until refitted. RuntimeError: it dies too often without a rollout."""
-        num_requests = in_loop(self.book.end, index, self._log_file(index))
-        logger.warning("%s died; starting it again, with its requests (%d)", self.name(index), num_requests)
-        ray.kill(self.handles[index])
-        self.handles[index] = self._start(self.placement.engines[index])
+        in_loop(self.start_again, index, f"{self.name(index)} died")
         self.wait_until_built()
 
     def serve_again(self, index: int) -> None:
@@ -247,25 +242,25 @@ class EngineGroup(Actors[EngineVerbs]):
         pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
         wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
         for loss in lost:
-            logger.warning("%s; it is started again at the next refit", loss)
+            in_loop(self._lose, cast("ActorName", loss.actor).index, loss)
         if phase == "generate":
             in_loop(self.book.hold, False)
 
-    def _log_file(self, index: int) -> Path:
-        return self.log_folder / f"engine-{index}.log"
-
-    def _start(self, slots: EngineSlots) -> ActorHandle[EngineActor]:
-        num_gateways = scheduling.num_gateways(self.config)
-        log_file = self._log_file(slots.engine_index)
-        actor, building = start_engine(self.config, self.placement, slots, log_file, num_gateways=num_gateways)
-        self._building[self.name(slots.engine_index)] = building
-        return actor
+    def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
+        num_gateways, slots = scheduling.num_gateways(self.config), self.placement.engines[index]
+        return start_engine(self.config, self.placement, slots, self.log_file(index), num_gateways=num_gateways)
 
 
 def start_engine(
-    config: RunConfig, placement: Placement, slots: EngineSlots, log_file: Path, *, num_gateways: int
+    config: RunConfig,
+    placement: Placement,
+    slots: EngineSlots,
+    log_file: Path,
+    *,
+    num_gateways: int,
+    version: int | None = None,
 ) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
-    """Starts an engine of the config's policy on these slots; returns its actor, and the call that builds it."""
+    """Starts an engine of the config's policy on these slots; its actor, and the call of `EngineActor.build`."""
     given, hidden = split_secrets(config.policy.generation.vllm_cfg.env_vars or {}, config.facts.secrets)
     first, *further = (
         EnginePart(
@@ -277,8 +272,4 @@ def start_engine(
     )
     options = {**first.options, "concurrency_groups": {CALLERS: CALLERS_PER_GATEWAY * num_gateways + OTHER_CALLERS}}
     actor = start_actor(EngineActor, options, first.log_file, hidden)
-    return actor, ask(actor, EngineActor.build, config, first.device_ids, further)
-
-
-def _sign_of_life(_: object) -> None:
-    """Returns at once; its answer shows that the engine is alive."""
+    return actor, ask(actor, EngineActor.build, config, first.device_ids, further, version)

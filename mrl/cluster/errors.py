@@ -40,11 +40,11 @@ class ActorName:
 
 
 class ActorLost(RuntimeError):
-    """An actor process died. `actor` is the caller's name for it."""
+    """An actor process died. `actor` is the caller's name for it, `what` that of the call."""
 
     def __init__(self, actor: object, what: str, reason: str) -> None:
         super().__init__(f"{actor} died during {what}: {reason}")
-        self.actor = actor
+        self.actor, self.what = actor, what
 
 
 class Aftermath(RuntimeError):

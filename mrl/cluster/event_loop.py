@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's event loop, in its own thread, where all rollouts live. The main thread calls into it and waits."""
+"""The event loop of a process, in its own thread: the driver's, an actor's. Other threads call into it and wait."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 from mrl.cluster import hangs
 
@@ -32,8 +32,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, which lives as long as the process."""
     gc.set_threshold(GC_THRESHOLD)
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rollouts", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     return loop
+
+
+def wait_in_loop(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Runs a coroutine in the loop and returns its result. TimeoutError: none within `limit_s`."""
+    return asyncio.run_coroutine_threadsafe(work, event_loop()).result(limit_s)
 
 
 def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
@@ -42,7 +47,7 @@ def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
     async def call() -> T:
         return function(*arguments)
 
-    return asyncio.run_coroutine_threadsafe(call(), event_loop()).result(CALL_TIMEOUT_S)
+    return wait_in_loop(call(), CALL_TIMEOUT_S)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,16 +22,17 @@ import ray
 
 from mrl import spans
 from mrl.cluster import scheduling
-from mrl.cluster.book import GENERATION, ActorWork, RequestBook
-from mrl.cluster.calls import Actors, answered, ask, start_actor
+from mrl.cluster.book import GENERATION, ActorWork
+from mrl.cluster.calls import answered, ask, start_actor
 from mrl.cluster.engine_line import EngineLine
 from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
-from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.event_loop import in_loop
-from mrl.cluster.judge_engines import JudgeGroup, judge_engine
+from mrl.cluster.errors import ActorName
+from mrl.cluster.event_loop import in_loop, wait_in_loop
+from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
+from mrl.cluster.service import GATEWAYS, LOOK_S, Service, judges_kind
 from mrl.cluster.traces import Traces
 from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent, parts_at_work
@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Handles = Sequence["ActorHandle[EngineActor]"]
-GATEWAY = "gateway"
-FIRST_LOG = "gateway.log"
 # The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
 ANSWER_S, GATHER_S = 1.0, 0.05
 # The loop answers at once, unless the kernel keeps it from its work.
@@ -91,7 +89,6 @@ class Progress:
     """Requests of agents that engines have answered."""
     num_asked: int
     """Requests of agents under way at engines."""
-    unreachable: set[int]
     waiting: Mapping[str, tuple[int, str]]
     """Number of rollouts that wait for an agent that cannot be reached, and the reason, by the agent's name."""
     blocked: Mapping[str, str]
@@ -122,11 +119,10 @@ class AgentRuns:
         for request_id, ran in ended.items():
             infos[request_id] = summaries(ran.rollouts), ran.verdict, ran.engines
             rollouts += ran.rollouts
-        unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered
         waiting, blocked = self.runner.waiting(), self.runner.blocked()
         altered = frozenset(self.runner.altered)
-        progress = Progress(infos, num_answered, gateway.engines.num_asked, unreachable, waiting, blocked, altered)
+        progress = Progress(infos, num_answered, gateway.engines.num_asked, waiting, blocked, altered)
         return progress, pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
@@ -140,8 +136,6 @@ class GatewayActor:
         start_actor_process(log_file)
         self.config, self.index, self.num_gateways, self.log_file = config, index, num_gateways, log_file
         self._client, self._lines = (index, secrets.token_hex(8)), dict[Gateway, list[EngineLine]]()
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
 
     def ready(self, port: int | None, api_key: str, engines: Handles, judges: Mapping[str, Handles]) -> str:
         """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
@@ -164,7 +158,7 @@ class GatewayActor:
         of_judges = dict[str, Gateway]()
         for name, judge in self.config.judges.items():
             served = Handlers(with_limits(judge_run(self.config, name), gpu).policy)
-            lines = EngineLines(self.index, judge_engine(name))
+            lines = EngineLines(self.index, judges_kind(name).name)
             of_judges[name] = Gateway(lines, served, api_key=api_key, max_model_len=judge.max_model_len, alias=name)
         gateway = Gateway(
             EngineLines(self.index),
@@ -183,15 +177,15 @@ class GatewayActor:
         self.set_engines(engines, judges)
         place = self.index, self.num_gateways
         starting = started(runner, self.config, listener, place, log_file=self.log_file)
-        self._serving = asyncio.run_coroutine_threadsafe(starting, self.loop).result(start_s(self.config))
+        self._serving = wait_in_loop(starting, start_s(self.config))
         return url
 
     def set_engines(self, handles: Handles, judges: Mapping[str, Handles]) -> None:
         """Sets the engines that answer now, and those of judges."""
         gateway = self.runs.runner.gateway
-        self.loop.call_soon_threadsafe(self._set_lines, gateway, handles)
+        in_loop(self._set_lines, gateway, handles)
         for name, of_judge in judges.items():
-            self.loop.call_soon_threadsafe(self._set_lines, gateway.judges[name], of_judge)
+            in_loop(self._set_lines, gateway.judges[name], of_judge)
 
     def _set_lines(self, gateway: Gateway, handles: Handles) -> None:
         before = dict(enumerate(self._lines.get(gateway, ())))
@@ -209,14 +203,13 @@ class GatewayActor:
         A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
         """
         spans.begin("agents")
-        answer = asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
+        answer = wait_in_loop(self.runs.take(tasks), ANSWER_S + STUCK_S)
         spans.end("agents")
         return answer
 
-    def last(self) -> None:
-        """Never returns: its failure tells that the actor has died, whether it has agents or not."""
-        while not threading.Event().wait(STUCK_S):
-            pass
+    def look(self) -> None:
+        """Returns after a while, as a sign of life."""
+        time.sleep(LOOK_S)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(actor, *arguments)`: tests look inside with it."""
@@ -266,7 +259,7 @@ async def started(
     return serving
 
 
-class GatewayGroup(Actors[GatewayActor]):
+class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
     """The driver's handle on the gateways. `book` carries tasks; a dead one restarts at its address, asked again."""
 
     def __init__(
@@ -278,18 +271,12 @@ class GatewayGroup(Actors[GatewayActor]):
         *,
         log_folder: Path,
     ) -> None:
-        super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)
-        self.config, self.placement, self.engines, self.log_folder = config, placement, engines, log_folder
-        self.judges = judges
-        self.news = engines.news
+        self.config, self.placement, self.engines, self.judges = config, placement, engines, judges
         self.api_key = secrets.token_urlsafe(32)
         num_gateways = scheduling.num_gateways(config)
         self.urls = list[str]()
         """Address of each gateway, once they are built."""
         self._places = gateways_of_agents(config.env, num_gateways)
-        self.book = RequestBook[AgentTask, EndedRollout](
-            GATEWAY, num_gateways, self._run, self._restart, news=self.news, num_calls=2
-        )
         self._waiting = [dict[str, tuple[int, str]]() for _ in range(num_gateways)]
         """Agents that each gateway waits for: see `Progress.waiting`."""
         self._altered: set[tuple[str, str]] = set()
@@ -297,29 +284,30 @@ class GatewayGroup(Actors[GatewayActor]):
         self._blocked: set[str] = set()
         """Lines that have been said to block."""
         self._traces = Traces("is not trained, as its agent raised")
-        self._starting = dict[int, ray.ObjectRef[str]]()
-        self._watching = dict[int, asyncio.Task[None]]()
-        self.handles = [self._start(index) for index in range(num_gateways)]
+        super().__init__(
+            GATEWAYS,
+            num_gateways,
+            news=engines.news,
+            log_folder=log_folder,
+            deadline_s=config.deadlines.reward_s,
+            start_s=start_s(config),
+        )
         engines.on_built = self.tell_engines
         for judge in judges.values():
             judge.on_change = self.tell_engines
-        for index in range(num_gateways):
-            in_loop(self.book.begin, index)
-            in_loop(self._watch_soon, index)
 
     def wait_until_built(self) -> None:
         """Waits until agents can be run. RuntimeError: a function cannot be loaded."""
-        starting = {self.name(index): reference for index, reference in self._starting.items()}
-        urls = self.wait(starting, deadline_s=start_s(self.config), what="start")
+        urls = self.wait_until_up()
         self.urls = [urls[index] for index in range(len(urls))]
         # Sessions that a client names are those of an engine's address.
         base_urls = [f"{self.urls[index % len(urls)]}/engines/{index}/v1" for index in range(self.engines.num_engines)]
         first, model = f"{self.urls[0]}/v1", self.config.policy.model_name
-        judges = {name: f"{self.urls[0]}{JUDGES}/{name}/v1" for name in self.judges}
+        judges = {name: [f"{url}{JUDGES}/{name}/v1" for url in self.urls] for name in self.judges}
         write_endpoints(self.log_folder, Endpoints(base_urls, self.api_key, model, first, self.api_key, judges))
         logger.info("Engines over HTTP: %s; the key stands in %s", ", ".join(base_urls), self.log_folder / FILE_NAME)
-        for name, url in judges.items():
-            logger.info("Judge %s over HTTP: %s", name, url)
+        for name, of_judge in judges.items():
+            logger.info("Judge %s over HTTP: %s", name, ", ".join(of_judge))
         names = [
             *sorted(self.config.env.agents),
             *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else []),
@@ -346,13 +334,11 @@ class GatewayGroup(Actors[GatewayActor]):
         task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
         return await self.book.ask(task.request_id, task, self._places.get(prompt.env_name, (0,)))
 
-    async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
-        await answered(self._starting[index], actor=self.name(index), what="start")
-        answer = self.handles[index].run.options(num_returns=2).remote(tasks)
+    async def _carry(self, index: int, requests: list[AgentTask]) -> dict[str, EndedRollout]:
+        await self.up(index)
+        answer = self.handles[index].run.options(num_returns=2).remote(requests)
         reference, payload = cast("tuple[ray.ObjectRef[Progress], ray.ObjectRef]", answer)
         progress = await answered(reference, actor=self.name(index), what="agents")
-        for engine in progress.unreachable:
-            asyncio.ensure_future(self.engines.look_after(engine))
         self._say_waiting(index, progress.waiting)
         for agent, name in sorted(progress.altered - self._altered):
             logger.warning("%s (rollout/%s/%s)", altered_text(agent, name, self.config), agent, name)
@@ -373,7 +359,7 @@ class GatewayGroup(Actors[GatewayActor]):
             ]
             place += len(infos)
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
-            self._traces.log(request_id, verdict, self._log_file(index), way_out="")
+            self._traces.log(request_id, verdict, self.log_file(index), way_out="")
         return ended
 
     def waits(self) -> list[str]:
@@ -397,41 +383,15 @@ class GatewayGroup(Actors[GatewayActor]):
             if name not in before:
                 logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
 
-    def _restart(self, index: int, lost: ActorLost) -> None:
-        num_tasks = self.book.end(index, self._log_file(index))
-        logger.warning("%s; starting it again, with the rollouts of its agents (%d)", lost, num_tasks)
-        ray.kill(self.handles[index])
-        self.handles[index] = self._start(index)
-        self.news.tell(GENERATION, time.monotonic() + start_s(self.config))
-        self.book.begin(index)
-        self._watch_soon(index)
+    def _note_up(self) -> None:
+        self.tell_engines()  # those that have come back meanwhile
 
-    def _watch_soon(self, index: int) -> None:
-        self._watching[index] = asyncio.ensure_future(self._watch(index, self.handles[index], self._starting[index]))
-
-    async def _watch(self, index: int, handle: ActorHandle[GatewayActor], starting: ray.ObjectRef[str]) -> None:
-        """Starts a gateway again when it dies: without agents nobody else notices."""
-        try:
-            try:
-                await answered(starting, actor=self.name(index), what="start")
-                self.tell_engines()  # those that have come back meanwhile
-                await answered(ask(handle, GatewayActor.last), actor=self.name(index), what="HTTP")
-            except ActorLost as lost:
-                if handle is self.handles[index]:
-                    self._restart(index, lost)
-        except Exception as error:  # whoever waits raises it
-            self.news.fail(error)
-
-    def _start(self, index: int) -> ActorHandle[GatewayActor]:
+    def _launch(self, index: int) -> tuple[ActorHandle[GatewayActor], ray.ObjectRef[str]]:
         nodes = self.placement.first_slots
         options = {**self.placement.options(nodes[index % len(nodes)], {}), "max_concurrency": NUM_CALLS}
-        actor = start_actor(GatewayActor, options, self.config, index, len(self._waiting), self._log_file(index))
+        actor = start_actor(GatewayActor, options, self.config, index, len(self._waiting), self.log_file(index))
         port = int(self.urls[index].rpartition(":")[2]) if self.urls else None
-        self._starting[index] = ask(actor, GatewayActor.ready, port, self.api_key, *self._handles())
-        return actor
-
-    def _log_file(self, index: int) -> Path:
-        return self.log_folder / (f"gateway-{index}.log" if index else FIRST_LOG)
+        return actor, ask(actor, GatewayActor.ready, port, self.api_key, *self._handles())
 
 
 def altered_text(agent: str, name: str, config: RunConfig) -> str:
@@ -480,7 +440,7 @@ def start_gateways(
     if not scheduling.num_gateways(config):
         return None
     for judge in judges.values():
-        judge.wait_until_built()
+        judge.wait_until_up()
     gateways = GatewayGroup(config, placement, engines, judges, log_folder=log_folder)
     gateways.wait_until_built()
     return gateways

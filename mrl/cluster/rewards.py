@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +23,15 @@ import ray
 from conversion.texts import listed
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.book import ActorWork, RequestBook
-from mrl.cluster.calls import Actors, answered, ask, start_actor
+from mrl.cluster.book import VERDICTS, ActorWork
+from mrl.cluster.calls import answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
-from mrl.cluster.errors import ActorLost, DeadlineExceeded
-from mrl.cluster.event_loop import News, Silence, in_loop
+from mrl.cluster.errors import DeadlineExceeded
+from mrl.cluster.event_loop import News, Silence, in_loop, wait_in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
+from mrl.cluster.service import LOOK_S, REWARDS, Service
 from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
@@ -52,9 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REWARDS = "reward actor"
-VERDICTS = "rewards"
-"""Name of the driver's wait for verdicts."""
 # An actor that has no verdict answers so often, as a sign of life.
 ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several
@@ -65,7 +61,7 @@ STUCK_S = 60.0
 # Texts are made of so many rollouts at once; children begin the first ones meanwhile.
 NUM_TOGETHER = 32
 # Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
-NUM_CALLS = 4
+NUM_CALLS = 5
 
 Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 """A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
@@ -99,8 +95,8 @@ class Judge:
         self.rules = rules_of(config, self.decode, tokenizer.all_special_tokens)
         self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
         self.work = ActorWork[Ended | Rollout]()
-        # All that uses the tokenizer: one thread at a time may.
-        self._texts = ThreadPoolExecutor(1, "texts")
+        self._texts = asyncio.Lock()
+        """Held by the one thread that may use the tokenizer."""
 
     async def start(self) -> None:
         """Starts the user's environments. Built-in ones start when the first row needs them."""
@@ -126,7 +122,8 @@ class Judge:
         return await start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
 
     async def _in_texts(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
+        async with self._texts:
+            return await asyncio.to_thread(function, *arguments)
 
     async def _begin(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> None:
         for first in range(0, len(unjudged), NUM_TOGETHER):
@@ -183,19 +180,15 @@ class Judge:
 
 
 class RewardActor:
-    """Carries rollouts to its `Judge`, in an event loop in a thread of its own. Its calls come in threads of Ray's."""
+    """Carries rollouts to its `Judge`, in the event loop. Its calls come in threads of Ray's."""
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         self.judging = Judge(config, log_file.parent / FILE_NAME if num_gateways(config) else None)
-        self.loop = asyncio.new_event_loop()
-        # The kernel kills the children when this thread ends.
-        threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True).start()
 
     def ready(self) -> int:
         """Starts environments; this node's cores, once they are up. A user function that fails to import ends it."""
-        starting = asyncio.run_coroutine_threadsafe(self.judging.start(), self.loop)
-        starting.result(start_deadline(self.judging.config).seconds)
+        wait_in_loop(self.judging.start(), start_deadline(self.judging.config).seconds)
         return usable_cores()
 
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
@@ -205,24 +198,24 @@ class RewardActor:
         environment failed.
         """
         spans.begin("judge")
-        answer = asyncio.run_coroutine_threadsafe(self.judging.take(rollouts), self.loop).result(ANSWER_S + STUCK_S)
+        answer = wait_in_loop(self.judging.take(rollouts), ANSWER_S + STUCK_S)
         spans.end("judge")
         return answer
+
+    def look(self) -> None:
+        """Returns after a while, as a sign of life."""
+        time.sleep(LOOK_S)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(judge, *arguments)`: tests look inside with it."""
         return function(self.judging, *arguments)
 
 
-class Rewards(Actors[RewardActor]):
+class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
     """The driver's handle on reward actors. `book` carries them rollouts; a dead one is restarted and asked again."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
-        super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
-        self.config = config
-        self.placement = placement
-        self.log_folder = log_folder
-        self.start_s = start_deadline(config).seconds
+        self.config, self.placement = config, placement
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
@@ -230,18 +223,17 @@ class Rewards(Actors[RewardActor]):
         self.inspects = looks_for_faults(config)
         """True when actors look at the form of rollouts, also of those that agents have judged."""
         num_actors = len(placement.reward_options)
-        self.news = News()
-        # A second call hands rollouts in while the first waits for verdicts.
-        self.book = RequestBook[Unjudged, Ended | PayloadRef](
-            REWARDS, num_actors, self._judge, self._restart, news=self.news, num_calls=2
-        )
-        self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
         self._load = RewardLoad()
         self._traces = Traces("is not scored, as its reward function raised")
-        self.handles = [self._start(index) for index in range(num_actors)]
-        for index in range(num_actors):
-            in_loop(self.book.begin, index)
+        super().__init__(
+            REWARDS,
+            num_actors,
+            news=News(),
+            log_folder=log_folder,
+            deadline_s=config.deadlines.reward_s,
+            start_s=start_deadline(config).seconds,
+        )
 
     @property
     def num_undecided(self) -> int:
@@ -253,11 +245,7 @@ class Rewards(Actors[RewardActor]):
         return parts_at_work([prompt.env_name for _, prompt, _ in self.book.unanswered()], self.config.env)
 
     def wait_until_built(self) -> None:
-        starting, self._starting = self._starting, {}
-        num_cores = self.wait(
-            {self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start"
-        )
-        for number, num_nodes in Counter(num_cores.values()).items():
+        for number, num_nodes in Counter(self.wait_until_up().values()).items():
             logger.info(
                 "Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number)
             )
@@ -325,34 +313,21 @@ class Rewards(Actors[RewardActor]):
             "rollout/reward_restarts": float(self.book.num_restarts),
         }
 
-    async def _judge(self, index: int, rollouts: list[Unjudged]) -> dict[str, Ended | PayloadRef]:
-        if index in self._starting:
-            await answered(self._starting.pop(index), actor=self.name(index), what="start")
-        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts)
+    async def _carry(self, index: int, requests: list[Unjudged]) -> dict[str, Ended | PayloadRef]:
+        await self.up(index)
+        answer = self.handles[index].judge.options(num_returns=2).remote(requests)
         reference, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
         ended, continued, load = await answered(reference, actor=self.name(index), what="rewards")
         self._seconds[index] += load.seconds
         self._load += load
         for name, (verdict, _) in ended.items():
             way_out = ". `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in seconds"
-            self._traces.log(name, verdict, self._log_file(index), way_out=way_out)
+            self._traces.log(name, verdict, self.log_file(index), way_out=way_out)
         if ended or continued or load.num_begun:
             self.news.tell(VERDICTS)
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}
 
-    def _restart(self, index: int, lost: ActorLost) -> None:
-        num_unjudged = self.book.end(index, self._log_file(index))
-        logger.warning("%s; starting it again, with its unjudged rollouts (%d)", lost, num_unjudged)
-        ray.kill(self.handles[index])
-        self.handles[index] = self._start(index)
-        self.news.tell(VERDICTS, time.monotonic() + self.start_s)
-        self.book.begin(index)
-
-    def _start(self, index: int) -> ActorHandle[RewardActor]:
+    def _launch(self, index: int) -> tuple[ActorHandle[RewardActor], ray.ObjectRef[int]]:
         options = {**self.placement.reward_options[index], "max_concurrency": NUM_CALLS}
-        actor = start_actor(RewardActor, options, self.config, self._log_file(index))
-        self._starting[index] = ask(actor, RewardActor.ready)
-        return actor
-
-    def _log_file(self, index: int) -> Path:
-        return self.log_folder / ("rewards.log" if index == 0 else f"rewards-{index}.log")
+        actor = start_actor(RewardActor, options, self.config, self.log_file(index))
+        return actor, ask(actor, RewardActor.ready)

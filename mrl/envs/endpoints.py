@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +26,13 @@ class Endpoints:
     model: str
     gateway_url: str = ""
     gateway_key: str = ""
-    judges: dict[str, str] = field(default_factory=dict)
-    """Address of each judge of section `judges`, by its name."""
+    judge_urls: dict[str, list[str]] = field(default_factory=dict)
+    """Addresses of each judge of section `judges` by its name, one at each gateway."""
+
+    @property
+    def judges(self) -> dict[str, str]:
+        """Address of each judge, by its name: that at any of the gateways, which share the requests."""
+        return {name: random.choice(urls) for name, urls in self.judge_urls.items()}
 
     def base_url(self, session_id: str) -> str:
         """The engine of a session: the same one for all its requests, sessions spread evenly."""

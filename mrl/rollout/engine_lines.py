@@ -36,7 +36,7 @@ class Line(Protocol):
 
 
 class EngineLines:
-    """The engines. One that has died is left out of a question, and reported."""
+    """The engines. One that has died is left out of a question."""
 
     def __init__(self, first: int = 0, name: str = "engine") -> None:
         """`first` is the engine that gets the first session: several gateways begin with different ones."""
@@ -46,8 +46,6 @@ class EngineLines:
         """Number of sessions, by engine."""
         self._asking: dict[int, set[asyncio.Future[Answered]]] = {}
         """Questions under way, by engine."""
-        self.unreachable: set[int] = set()
-        """Engines that were found dead since the owner looked last."""
 
     @property
     def num_asked(self) -> int:
@@ -135,7 +133,6 @@ class EngineLines:
                 raise
             return None
         except EngineLost as lost:
-            self.unreachable.add(index)
             logger.warning("Requests to %s %d are asked again: %s", self.name, index, lost)
             return None
         finally:

@@ -73,6 +73,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/train.py",
         *_ROLLOUTS,
         "mrl/cluster/rewards.py",
+        "mrl/cluster/service.py",
         "mrl/cluster/event_loop.py",
         "mrl/cluster/calls.py",
     ),

@@ -6,6 +6,7 @@ Ray is real. A process stands for many actors; what the driver sends each of the
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -22,6 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import ray
 from ray import cloudpickle
+from ray.actor import ActorHandle
 
 from conversion.families.common import MegatronCoords, MegatronParallel
 from mrl.cluster.payload import Packed, pack
@@ -151,7 +153,7 @@ class EngineStandIn:
         self.shape = shape
         self.weight_version = 0
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object]) -> None:
+    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object], version: int | None) -> None:
         self.num_workers = config.policy.generation.vllm_cfg.tensor_parallel_size
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
@@ -212,6 +214,13 @@ class Host:
         return getattr(self.actors[kind, index], method)(*arguments)
 
 
+class Silent:
+    """Stands for what actors do when they are looked at: they take their time."""
+
+    async def look(self) -> None:
+        await asyncio.Event().wait()
+
+
 @dataclass
 class Calls:
     """Messages that the driver sends, by (kind, method or verb)."""
@@ -225,8 +234,8 @@ class Calls:
 class Handle:
     """The driver's handle on an actor, which shares its process with others."""
 
-    def __init__(self, host: object, kind: str, index: int, shape: Shape, calls: Calls) -> None:
-        self._to = host, (kind, index, shape), calls
+    def __init__(self, host: object, kind: str, index: int, shape: Shape, calls: Calls, silent: ActorHandle) -> None:
+        self._to, self.look = (host, (kind, index, shape), calls), silent.look
 
     def __getattr__(self, method: str) -> Method:
         if method.startswith("_"):
@@ -303,11 +312,12 @@ def rehearsal(shape: Shape, folder: Path, processes: list) -> Iterator[Rehearsal
     config, calls = rehearsal_config(shape, folder), Calls()
     numbers: Counter[str] = Counter()
     started = itertools.count()
+    silent = ray.remote(Silent).options(num_cpus=0, max_concurrency=10_000).remote()
 
     def start_actor(actor_class: type, options: Mapping[str, object], *arguments: object) -> Handle:
         kind = actor_class.__name__
         numbers[kind] += 1
-        return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls)
+        return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls, silent)
 
     @contextmanager
     def placed_slots(config: RunConfig, log_folder: Path) -> Iterator[Slots]:

@@ -17,7 +17,6 @@ from conversion.boxes import Slot
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.runtime import placed_slots
-from mrl.cluster.scheduling import EngineSlots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
@@ -50,9 +49,9 @@ def die_in_round(engine, fatal_round: int) -> None:
 def die_at_the_next_start(engines: EngineGroup, patch: pytest.MonkeyPatch) -> None:
     start = engines._start
 
-    def start_and_die(slots: EngineSlots):
+    def start_and_die(index: int):
         patch.undo()
-        actor = start(slots)
+        actor = start(index)
         ray.kill(cast(ActorHandle, actor))
         return actor
 

@@ -123,7 +123,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
         actor = start_actor(
             EngineActor, placement.options(0, engine_variables(alone, {})), tmp_path / "logs/alone.log", {}
         )
-        ray.get(ask(actor, EngineActor.build, alone, (), ()), timeout=DEADLINE_S)
+        ray.get(ask(actor, EngineActor.build, alone, (), (), None), timeout=DEADLINE_S)
         expected = cast(dict[str, Rollout], ray.get(ask(actor, EngineActor.apply, serve_alone), timeout=DEADLINE_S))
         for key, rollout in together.items():
             assert rollout.token_ids.tolist() == expected[key].token_ids.tolist()

@@ -20,6 +20,7 @@ from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import pack
 from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots, wait_for_graders
+from mrl.cluster.service import LOOK_S
 from mrl.config.load import load_config
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
 from tests.rollouts import request
@@ -129,8 +130,8 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
             and after[0] == before[0]
             and after[1] != before[1]
         )
-        # Warns whenever it looks, also beside the last verdict.
-        rewards.deadline_s = 0.0
+        # Warns whenever it looks, also beside the last verdict. The batch takes each actor longer than a look at it.
+        rewards.deadline_s, rewards._look_s, handle = 0.0, 4 * LOOK_S, rewards.handles[1]
         infos, prompts, expected = batch(50)
         verdicts = judge(rewards, infos, prompts)
         rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
@@ -141,8 +142,19 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         os.kill(after[1][1], signal.SIGSTOP)
         hangs = f"The run hangs: reward actor 1 (process {after[1][1]} on "
         wait_until(lambda: hangs in caplog.text, "name of the actor that hangs")
-        os.kill(after[1][1], signal.SIGCONT)
         assert "state T" in caplog.text
+
+        # A service with that limit starts it again, as if it had died, also the second time.
+        wait_until(lambda: rewards.handles[1] is not handle, "another actor")
+        ((_, pid),) = rewards.apply(node_and_pid, only=[1], deadline_s=HANG_S)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: rewards.book.num_restarts == 3, "another actor")
+        wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in (after[1][1], pid)), "ends of both")
+        assert f"gave no sign of life for {4 * LOOK_S:g} s; starting it again" in caplog.text
+        infos, prompts, expected = batch(90)
+        verdicts = judge(rewards, infos, prompts)
+        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
+        assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
     folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
     wait_until(lambda: list(signs.parent.glob(f"{signs.name}*")) == [], "end of the folder of signs")
     assert (

@@ -11,7 +11,9 @@ from mrl.envs.endpoints import FILE_NAME, Endpoints, read_endpoints, write_endpo
 from mrl.envs.task import Task
 from tests.unit.envs.pools import build_environment
 
-FOUND = Endpoints(["http://a:1/v1", "http://b:2/v1"], "key", "model")
+FOUND = Endpoints(
+    ["http://a:1/v1", "http://b:2/v1"], "key", "model", judge_urls={"fair": ["http://a:1/judges/fair/v1"]}
+)
 
 
 def test_the_file_is_the_owners_alone_and_replaced_at_once(tmp_path: Path):
@@ -26,6 +28,12 @@ def test_a_session_stays_with_its_engine():
     chosen = {f"s{i}": FOUND.base_url(f"s{i}") for i in range(20)}
     assert set(chosen.values()) == set(FOUND.base_urls)
     assert chosen == {name: FOUND.base_url(name) for name in chosen}
+
+
+def test_requests_to_a_judge_are_spread_over_the_gateways():
+    urls = [f"http://{host}/judges/fair/v1" for host in "ab"]
+    found = Endpoints([], "", "", judge_urls={"fair": urls})
+    assert {found.judges["fair"] for _ in range(64)} == set(urls)
 
 
 def test_without_a_file_the_way_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
