@@ -64,10 +64,27 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
         these = f"the {ranks:,} slots ({slots}) are" if ranks != 1 else f"the only slot ({slots}) is"
         rule = f"{these} no multiple of {', nor of '.join(products)}"
         first, *others = (f"{at}megatron_cfg.{name}" for name in sorted(wrong, key=lambda name: -wrong[name]))
-        way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}"
+        way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}{_nodes_that_fit(config, problems)}"
         problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
     if config.has_engines:
         check_engine_slots(config, problems)
+
+
+def _nodes_that_fit(config: RunConfig, problems: Problems) -> str:
+    """Names the nearest numbers of nodes that leave the policy whole replicas, if its slots follow from that number."""
+    cluster, others = config.cluster, config.cluster.num_slots - config.num_policy_ranks
+    if problems.model in config.own_nodes or not cluster.gpus_per_node or (cluster.num_nodes == 1 and others):
+        return ""
+    megatron = problems.section.megatron_cfg
+    replica = math.lcm(*(math.prod(getattr(megatron, name) for name in names) for names in (DENSE_SIZES, EXPERT_SIZES)))
+    period = replica // math.gcd(replica, cluster.slots_per_node)
+    ranks_of = {nodes: nodes * cluster.slots_per_node - others for nodes in range(1, cluster.num_nodes + period + 1)}
+    fitting = [nodes for nodes, ranks in ranks_of.items() if ranks > 0 and ranks % replica == 0]
+    nearest = [
+        *[nodes for nodes in fitting if nodes < cluster.num_nodes][-1:],
+        *[nodes for nodes in fitting if nodes > cluster.num_nodes][:1],
+    ]
+    return f"; {' or '.join(map(str, nearest))} nodes fit" if nearest else ""
 
 
 def _misses_nodes(config: RunConfig, problems: Problems) -> bool:

@@ -149,6 +149,7 @@ NODES=4 & cluster.gpus_per_node=8 & DEDICATED={num_nodes: 4} => COLOCATED.resour
 NODES=4 & cluster.gpus_per_node=8 & DEDICATED={gpus_per_node: 4, num_nodes: 1} => COLOCATED.resources.gpus_per_node=4 -> to null -> ...
 cluster.gpus_per_node=8 & DEDICATED={gpus_per_node: 6} & ENGINE.tensor_parallel_size=4 -> use 1, 2, 3 or 6
 DEDICATED={gpus_per_node: 1} & cluster.gpus_per_node=8 -> the 7 slots -> change one of these sizes
+cluster.gpus_per_node=2 & NODES=4 & DEDICATED={num_nodes: 1} & CONTEXT=2 -> the 6 slots -> 3 or 5 nodes fit
 cluster.gpus_per_node=8 & ENGINE.tensor_parallel_size=3 -> use 1, 2, 4 or 8
 cluster.gpus_per_node=4 & NODES=4 & ENGINE.tensor_parallel_size=12 -> use 1, 2, 4, 8 or 16
 cluster.gpus_per_node=4 & NODES=2 & ENGINE.tensor_parallel_size=6 -> 4 or 8
