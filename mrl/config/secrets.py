@@ -261,11 +261,17 @@ class SecretsFormatter(logging.Formatter):
         return "\n".join(prefix + line for line in text.strip("\n").split("\n"))
 
 
+def _write_no_more(stream: TextIO) -> None:
+    """Drops what is written into a stream from here on: its reader has enough, as `head` after its lines."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignores a closed reader, such as `head` after its lines."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            _write_no_more(self.stream)
         else:
             super().handleError(record)
 
@@ -315,8 +321,18 @@ class SafeConsole:
         kept = match[0] if match else ""
         shown = text[len(kept) :] if self._stream.isatty() else self._without_redraws(text)
         if kept or shown:
-            self._stream.write(kept + safe_text(shown, len(text) + len(shown)))
+            try:
+                self._stream.write(kept + safe_text(shown, len(text) + len(shown)))
+            except BrokenPipeError:
+                _write_no_more(self._stream)
         return len(text)
+
+    def flush(self) -> None:
+        """Writes what waits in the stream."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _write_no_more(self._stream)
 
     def _without_redraws(self, text: str) -> str:
         """`text` as a log gets it: a bar's newest drawing waits until another text follows, or is due."""
@@ -361,6 +377,8 @@ def safe_console() -> Iterator[None]:
             if isinstance(console, SafeConsole) and (drawn := console.take_drawn()):
                 with suppress(OSError, ValueError):  # a full disk, or closed
                     stream.write(safe_text(drawn))
+            with suppress(OSError, ValueError):
+                console.flush()
         sys.stdout, sys.stderr = streams
 
 

@@ -35,7 +35,8 @@ def outlook(config: RunConfig, *, first_step: int, last_step: int, start_s: floa
     text += f", then {num_steps} steps, {first_step} to {last_step}" if num_steps > 1 else f", then step {last_step}"
     if step_s is not None:
         text += f" (about {step_s:.1f} s each, {timedelta(seconds=round(step_s * num_steps))} in all)"
-    periods = [f"validation every {config.training.val_period}"] if config.training.val_period else []
+    validates = config.training.val_period and config.data.has_validation
+    periods = [f"validation every {config.training.val_period}"] if validates else []
     periods += [f"a checkpoint every {config.checkpointing.save_period}"] if config.checkpointing.enabled else []
     return "; ".join([text, *periods])
 

@@ -300,6 +300,11 @@ def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.Capt
     assert "data.validation=null: there is nothing to ask" in capsys.readouterr().out
 
 
+def test_a_run_without_held_out_rows_has_no_validation(said):
+    _, output = said("grpo_tiny.yaml", "data.validation=null", "checkpointing.metric_name=null")
+    assert "no validation, as no rows are held out" in output and "validation every" not in output
+
+
 def test_keys_of_one_section_with_one_reason_are_one_line(said, workplace: Path):
     section = "data_plane: {enabled: false, impl: transfer_queue, storage_capacity: 5, backend: simple}\n"
     (workplace / "own.yaml").write_text(f"defaults: {NEMO_RL / 'grpo_math_1B.yaml'}\n{section}")

@@ -137,3 +137,13 @@ sys.exit(run_entry(main))
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=True)
     said = [line.partition("|")[0].strip() for line in done.stderr.splitlines()]
     assert said == ["one: 100%", "outer:   0%", "outer:  50%", "outer: 100%", "50%", "said", "over a bar", "70%"]
+
+
+def test_a_reader_that_has_enough_is_no_error_of_a_printing_command():
+    script = "from mrl.config.secrets import run_entry\nraise SystemExit(run_entry(lambda: print('x' * 99_999) or 0))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")
