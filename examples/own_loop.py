@@ -16,10 +16,15 @@ OVERRIDES = [
 
 
 def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
-    """Each rollout with its reward against the mean of the others, over the standard deviation of the group."""
-    rewards = torch.tensor(group.rewards, dtype=torch.float64)
-    others = (rewards.sum() - rewards) / (len(rewards) - 1)
-    advantages = (rewards - others) / (rewards.std() if rewards.std() > 0 else 1.0)
+    """Each rollout with its reward against the mean of the others, over the standard deviation of the group.
+
+    Masked rollouts, which have no reward, take no part.
+    """
+    judged = torch.tensor([verdict.has_reward for verdict in group.verdicts])
+    rewards, advantages = torch.tensor(group.rewards, dtype=torch.float64)[judged], torch.zeros(len(group.rewards))
+    if len(rewards) > 1:
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        advantages[judged] = ((rewards - others) / (rewards.std() if rewards.std() > 0 else 1.0)).float()
     return [
         api.TrainSequence(rollout, float(advantage), verdict.is_valid, verdict.reward)
         for rollout, verdict, advantage in zip(group.rollouts, group.verdicts, advantages, strict=True)

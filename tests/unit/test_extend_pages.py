@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+from mrl.algo.advantages import train_sequences
+from mrl.config.load import load_config
 from tests.sources import ROOT
+from tests.unit.algo.groups import group
 from tests.unit.config.problems import problems_of
 
 PAGES = sorted((ROOT / "docs" / "extend").glob("*.md"))
@@ -45,6 +49,22 @@ def test_every_other_example_stands_on_a_page():
 
 def test_the_loop_of_ones_own_fits_a_notebook():
     assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 70
+
+
+@pytest.mark.parametrize(("invalid", "flagged"), [((), ()), ((1,), ()), ((0, 2), (3,)), ((0, 1, 2), ()), ((), (1,))])
+def test_the_loop_of_ones_own_trains_on_what_mrl_trains_on_also_where_rollouts_are_masked(
+    monkeypatch: pytest.MonkeyPatch, invalid: tuple[int, ...], flagged: tuple[int, ...]
+):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    mine = importlib.import_module("own_loop").with_advantages(
+        judged := group([0.0, 1.0, 0.25, 0.5], invalid=invalid, flagged=flagged)
+    )
+    theirs, _ = train_sequences([judged], load_config("grpo_tiny.yaml").rollouts)
+    # What is masked has no loss, whatever its advantage.
+    assert [one.is_valid for one in mine] == [one.is_valid for one in theirs]
+    assert [one.advantage for one in mine if one.is_valid] == pytest.approx(
+        [one.advantage for one in theirs if one.is_valid], rel=1e-5
+    )
 
 
 def messages() -> list[tuple[str, str, str]]:
