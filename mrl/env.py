@@ -154,7 +154,7 @@ import.
 """
 
 SECRET_NAME = re.compile(
-    r"(^|[_-])(token|secret|pass|passwd|password|passphrase|passcode|pat|cred(ential)?s?|psk|mnemonic|seed_?phrase|bearer|jwt|cookies?|auth|authorization|headers|dsn|"
+    r"(^|[_-])(token|secret|pass|pin|otp|pw|passwd|password|passphrase|passcode|pat|cred(ential)?s?|psk|mnemonic|seed_?phrase|bearer|jwt|cookies?|auth|authorization|headers|dsn|"
     # PWD is the working folder.
     r"(?-i:pwd)|(?<=[_-])pwd|conn(ection)?_?str(ing)?|webhook(_?url)?|"
     r"(api|access|private|secret|auth|account|app|deploy|encryption|license|service|signing|ssh)_?keys?(_?(id|pem|b64|base64|json))?)$",

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address
+
+from conversion.texts import listed
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -47,3 +54,14 @@ def lost_nodes() -> str:
         return ""
     with ThreadPoolExecutor(len(members)) as pool:
         return " and ".join(filter(None, pool.map(Member.loss, members)))
+
+
+def warn_of_public(found: Sequence[Member]) -> None:
+    """Warns of nodes whose address in the cluster the whole internet may reach: torch's stores there know no secret."""
+    public = [f"{member.host} ({member.address})" for member in found if ip_address(member.address).is_global]
+    if public:
+        logger.warning(
+            "public addresses: %s. Stores of process groups, Gloo and NCCL listen there without a secret: start Ray "
+            "with --node-ip-address of a private network (docs/security.md), or let a firewall keep others out",
+            listed(public),
+        )

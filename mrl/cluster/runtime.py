@@ -34,7 +34,7 @@ from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
-from mrl.cluster.members import Member, heads, members
+from mrl.cluster.members import Member, heads, members, warn_of_public
 from mrl.cluster.scheduling import (
     engine_slots,
     find_shared_node,
@@ -112,6 +112,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
                     Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"])
                     for node in living
                 ]
+                warn_of_public(members)
                 address, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
                 heads[:] = [
                     Member(member.host, address, int(port), "gcs_server")

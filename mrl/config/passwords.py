@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from mrl.env import SECRET_NAME
+
 _CODE = (
     r"(?:one[-_ ]time|verification|recovery|backup|auth(?:entication|enticator)?|security|access|door|login|unlock|"
     r"activation|[2m]fa|otp|sms|pin)"
@@ -44,11 +46,26 @@ _ORDINARY = re.compile(
     r"file|files|manager|prompt|only|anywhere|again|first|below|above|\w+ed|\$\{\S*",
     re.IGNORECASE,
 )
+_SETTING = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]{1,60})(?:['\"]?\s?=\s?|['\"]?:[ \t]+)['\"]?(?P<value>(?<==)[^\s,;&)}\]|'\"]{1,400}|"
+    r"(?<=\")[^\n\"]{1,400}|(?<=')[^\n']{1,400}|(?<![='\"])[^\n,;)}\]|'\"]{1,400})"
+)
+"""A setting as in YAML, JSON, a shell or a call; behind a colon or in quotes its value may have words."""
+_TOKENS = re.compile(
+    r"(?:.*_)?(?:bos|eos|pad|unk|sep|cls|mask|stop|end|start|special|image|think)_token", re.IGNORECASE
+)
+"""Names of a tokenizer's tokens."""
+_NOTHING = re.compile(
+    r"(?:-?[\d.]+|<[^>]*>|\[\w+\]?|\$\{.*|\*+|~|(?:null|none|true|false|missing|required|not)\b.*|(?:\S+\s+){3,}.*)\s*",
+    re.IGNORECASE,
+)
+"""A value that is no secret; more than three words are a sentence."""
 _KEYWORDS = re.compile(rf"{_PASSWORD}|{_PHRASE}|pw|pass|otp|pin|[2m]fa|code|{_WEAK}", re.IGNORECASE)
 
 
 def without_passwords(text: str, instead: str) -> str:
     """`text` with `instead` in place of each value that it says behind the name of a password, a code or a phrase."""
+    text = _without_settings(text, instead)
     if _KEYWORDS.search(text) is None:
         return text
     text = _WORDS.sub(lambda found: found[0][: found.start("value") - found.start()] + instead, text)
@@ -58,6 +75,18 @@ def without_passwords(text: str, instead: str) -> str:
         is_hidden = not _ORDINARY.fullmatch(value) and (_is_password if found["strong"] else _is_token)(found, value)
         end = start + len(value) if is_hidden else found.end("name")
         parts.append(text[place:start] + instead if is_hidden else text[place:end])
+        place = end
+    return "".join(parts) + text[place:]
+
+
+def _without_settings(text: str, instead: str) -> str:
+    """`text` with `instead` in place of the values of settings that are called like a secret."""
+    parts, place = list[str](), 0
+    while (found := _SETTING.search(text, place)) is not None:
+        name, value = found["name"].rpartition(".")[2], found["value"]
+        is_secret = SECRET_NAME.search(name) and not _TOKENS.fullmatch(name) and not _NOTHING.fullmatch(value)
+        end = found.end() if is_secret else found.end("name")
+        parts.append(text[place : found.start("value")] + instead if is_secret else text[place:end])
         place = end
     return "".join(parts) + text[place:]
 

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -145,7 +145,20 @@ _PUBLIC_PARAMETER = re.compile(
     r"s[verpt]|spr|expires|x-amz-(algorithm|date|expires|signedheaders)",
     re.IGNORECASE,
 )
-"""Parameters of URLs whose values may be shown. Others are hidden unless they are too short to be a secret."""
+"""Parameters of URLs whose values may be shown. Others are hidden, unless they are a number or a switch."""
+_SWITCHED = re.compile(r"-?\d[\d.,]*|true|false|on|off|yes|no|auto|none|null|\.\.\.|<\w+>|\$\{?\w+\}?", re.IGNORECASE)
+
+_ASSIGNMENT = re.compile(
+    r"(?<![\w$./?&#-])(?P<name>[A-Z][A-Z\d]*(?:_[A-Z\d]+)+|PG[A-Z]+)="
+    r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"&;,)}\]\x60]+)"
+)
+"""An environment variable in a text, which is shown by the rule of `env_vars`."""
+
+_PUBLIC_WORD = re.compile(
+    r"--[a-zA-Z][\w-]*|-[a-zA-Z]|-?[\d.]+(e-?\d+)?|\S*\.(?:py|ya?ml|jsonl?)|[+~]{0,2}[a-z_]+(?:\.[\w-]+)+(?:=.*)?",
+    re.DOTALL,
+)
+"""Words of a command that tell nothing but options, numbers, files of code and configs, and config keys."""
 
 _WORD = re.compile(r"[A-Z]?[a-z]{0,10}|[A-Z]{0,11}")
 """A word, which other texts have, too: hidden as the value of a variable, and not wherever it is said."""
@@ -157,6 +170,8 @@ def note_secrets(settings: Iterable[tuple[str, object]], secrets: set[str]) -> N
         is_called_so = bool(env.SECRET_NAME.search(key.rpartition(".")[2]))
         if env.is_hidden(key, value) and "${" not in str(value) and (is_called_so or not _WORD.fullmatch(str(value))):
             note_texts(value, secrets)
+            if is_called_so and isinstance(value, str):  # `admin hunter2`: a message may quote a part
+                note_texts([part for part in value.split() if not part.isalpha()], secrets)
 
 
 def note_texts(value: object, secrets: set[str]) -> None:
@@ -184,15 +199,26 @@ def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     text = without_passwords(without_tokens(text, REDACTED), REDACTED)
     for form, instead in _FORMS:
         text = form.sub(instead, text)
-    return _PARAMETER.sub(_public_parameter, text)
+    return _ASSIGNMENT.sub(_public_variable, _PARAMETER.sub(_public_parameter, text))
 
 
-def redact_word(word: str, secrets: AbstractSet[str] = frozenset()) -> str:
-    """A word of a command without secrets; of an override of a hidden key only the key is left."""
-    key, is_override, value = word.partition("=")
-    if is_override and (env.is_hidden(key.lstrip("+~"), value) or f"{env.VARIABLES_KEY}:" in word):
-        return f"{key}={REDACTED}"
-    return redact_text(word, secrets)
+def redact_command(words: Sequence[str], secrets: AbstractSet[str] = frozenset()) -> list[str]:
+    """The words of a command without secrets.
+
+    A word is shown only if it is known to be none: the program, a name of an option, a number, a file, or a config key
+    with its value, of a hidden key without. Programs of users may take what they like, `-p hunter2`.
+    """
+    shown = list[str]()
+    for before, word in zip(["", *words], words, strict=False):
+        key, is_override, value = word.partition("=")
+        name = key.lstrip("+~")
+        if is_override and (env.is_hidden(name, value) or f"{env.VARIABLES_KEY}:" in word):
+            shown.append(f"{key}={REDACTED}")
+        elif not (before in ("", "-m") or _PUBLIC_WORD.fullmatch(word) or Path(word).is_file()):
+            shown.append(f"{key}={REDACTED}" if is_override else REDACTED)
+        else:
+            shown.append(redact_text(word, secrets))
+    return shown
 
 
 @cache
@@ -221,8 +247,14 @@ def _known(secrets: frozenset[str]) -> re.Pattern[str] | None:
 
 def _public_parameter(found: re.Match[str]) -> str:
     start, name, value = found.groups()
-    is_short = len(value) < env.MIN_SECRET_LENGTH and not env.is_secret_variable(name)
-    return found[0] if is_short or _PUBLIC_PARAMETER.fullmatch(name) else start + REDACTED
+    is_shown = _PUBLIC_PARAMETER.fullmatch(name) or (_SWITCHED.fullmatch(value) and not env.is_secret_variable(name))
+    return found[0] if is_shown else start + REDACTED
+
+
+def _public_variable(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"].strip("'\"")
+    is_shown = env.is_public_variable(name, value) or (_SWITCHED.fullmatch(value) and not env.is_secret_variable(name))
+    return found[0] if is_shown else f"{name}={REDACTED}"
 
 
 def split_secrets(

@@ -13,7 +13,7 @@ from pathlib import Path
 import mrl
 from conversion.schedule import Schedule
 from mrl.config.schema.run import RunConfig
-from mrl.config.secrets import redact_word
+from mrl.config.secrets import redact_command
 from mrl.phases import Phase
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import predicted_bytes
@@ -28,7 +28,7 @@ def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float]]
 
     `plan`, of a run on GPUs: by phase, bytes that the fullest policy rank is predicted to need.
     """
-    words = [redact_word(word, config.facts.secrets) for word in ("python", *sys.orig_argv[1:])]
+    words = redact_command(("python", *sys.orig_argv[1:]), config.facts.secrets)
     found: dict[str, str | dict[Phase, float]] = {
         "command": shlex.join(words),
         "started": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),

@@ -33,6 +33,17 @@ from mrl.config.secrets import redact_text
         "IDENTIFIED BY 'canary'",
         "password\tcanary2",
         "note: PASSWORD\ncanary2",
+        # Settings, whatever their value looks like.
+        "creds: admin canary",
+        "notes: creds: admin canary",
+        "token=canary",
+        "pw=canary",
+        "secret: canary",
+        "login=bob pw=canary",
+        "auth = admin:canary",
+        '{"creds": "admin canary", "n": 3}',
+        "connect(token='canary', n=3)",
+        "db_pin: 1357",
     ],
 )
 def test_what_is_said_behind_a_name_is_hidden(text: str):
@@ -52,6 +63,8 @@ def test_what_is_said_behind_a_name_is_hidden(text: str):
         "unknown key policy.megatron_cfg.fp8_cfg; nearest: fp8",
         "exit code 137, status code 40960, code environment",
         "a secret of the run; the token budget is 32768",
+        "token: 15; eos_token=</s>, pad_token='[PAD]', n_token=None; token=${oc.env:X}",
+        "policy ranks' token: each rank has one of its own",
     ],
 )
 def test_messages_stay(text: str):

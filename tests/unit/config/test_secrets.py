@@ -121,6 +121,7 @@ def test_urls(text: str, expected: str):
     "text",
     [
         "http://localhost:8000/models@v1",
+        "http://x/?n=5&page=2 NCCL_DEBUG=INFO TP_SIZE=4 CUDA_LAUNCH_BLOCKING=1 HF_HOME=/x MY_FLAG=true ABC=DEF",
         "http://[::1]:8000/a@b",
         "git+ssh://git@host/org/x",
         "hf://datasets/org/set@main/x.parquet?revision=refs/convert",
@@ -165,6 +166,11 @@ def test_texts_without_secrets_stay(text: str):
         "secret_mycloud_Ab3dEfGhIjKlMcanary4rStUv.1234567",
         "machine github.com login me password canary",
         "PGPASSWORD=canary psql",
+        # Variables and parameters whose names are on no list of harmless ones.
+        "MY_THING=canary NCCL_DEBUG=INFO",
+        "export FOO_BAR='canary b'",
+        "http://x/?k=canary",
+        "http://x/?page=2&k=canary#x=canary",
         "https://api.telegram.org/bot123456789:AAcanary/getMe",
         "https://outlook.office.com/webhook/canary-1/IncomingWebhook/2",
         "WANDB_API_KEY 0123456789abcdefcanary0123456789abcdef0123",

@@ -9,6 +9,7 @@ import pytest
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import redact_command
 from mrl.store.about import MAX_CELLS, about_refit, about_this_attempt
 from tests.unit.conversion.test_reshard import HALVES, WHOLE
 
@@ -52,3 +53,21 @@ def test_the_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch):
     assert about_this_attempt(config)["command"] == "python -m mrl.train grpo_tiny.yaml 'logger.wandb.notes=my canary'"
     config.facts = replace(config.facts, secrets=frozenset({"my canary"}))
     assert "canary" not in str(about_this_attempt(config)["command"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "-m mrl.train grpo_tiny.yaml +grpo.max_num_steps=6 logger.wandb.name=run --check",
+            "-m mrl.train grpo_tiny.yaml +grpo.max_num_steps=6 logger.wandb.name=run --check",
+        ),
+        (
+            "loop.py grpo_tiny.yaml --lr 1e-3 -p canary -pcanary --db a:canary u=canary --creds=canary a.token=canary",
+            "loop.py grpo_tiny.yaml --lr 1e-3 -p R R --db R u=R --creds=R a.token=R",
+        ),
+        ("-c import_canary", "-c R"),
+    ],
+)
+def test_words_of_a_command_are_shown_only_if_they_are_known(words: str, expected: str):
+    assert redact_command(["python", *words.split()]) == ["python", *expected.replace("R", "<redacted>").split()]
