@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = r"""
 # refit
 a box that differs from its source ends the refit | unit/refit/test_pull.py::test_a_byte_that_changes_after_the_pull_is_caught
-mrl/refit/pull.py: (plan.checksums.take() != expected) >>> (expected != expected)
+mrl/refit/pull.py: (batch.checksums.take() != expected) >>> (expected != expected)
 padding is written anew by each refit | unit/refit/test_pull.py::test_padding_is_rewritten_and_verified
 mrl/refit/pull.py: target.zero_() >>> pass
 tensors that moved since the preparation end the refit | unit/refit/test_pull.py::test_live_tensors_must_stay_where_they_are

@@ -126,7 +126,11 @@ def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     own = engine_environment(has_gpu=has_gpu) | _within_the_node(config)
     if has_gpu:
         # vLLM cannot put memory in such segments to sleep (https://github.com/pytorch/pytorch/issues/147851).
-        own |= _on_gpus(config.policy.generation.vllm_cfg.precision, given, expandable_segments=False)
+        vllm = config.policy.generation.vllm_cfg
+        own |= _on_gpus(vllm.precision, given, expandable_segments=False)
+        if vllm.is_fp8:
+            # Scales as they are measured, as in NeMo RL, and not rounded to powers of two.
+            own |= {"VLLM_USE_DEEP_GEMM": str(int(vllm.use_deep_gemm)), "VLLM_USE_DEEP_GEMM_E8M0": "0"}
     return {**own, **given}
 
 

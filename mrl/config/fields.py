@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
 
 Precision = Literal["float32", "bfloat16"]
+EnginePrecision = Literal["float32", "bfloat16", "fp8"]
 
 _LARGEST = 2**31
 """A larger size is a typing error; below it no product of sizes loses precision."""

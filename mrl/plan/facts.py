@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +16,9 @@ from conversion.boxes import DTYPE_BYTES
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from mrl.config.errors import prefix_of
+from mrl.config.fp8 import form_of, kept_layers, quantised_bytes
 from mrl.config.model import model_folder, read_hf_config, sizes_of
+from mrl.config.schema.generation import GenerationConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import AUTO, LEAST_SAVING, sharing_of
 from mrl.data.planning import MIN_SAVED_TOKENS, cost_of_model
@@ -65,6 +68,19 @@ class PlanModel:
             self.family, self.hf_config, target_modules=target_modules, exclude_modules=exclude_modules
         )
         return ModelElements(adapted_weights(self.family.model(self.hf_config, None), layers))
+
+    def fp8_bytes(self, generation: GenerationConfig) -> tuple[int, int]:
+        """Bytes by which FP8 makes the weights of an engine's first worker smaller, and those of its largest layer."""
+        form, kept = form_of(generation, self.shape), kept_layers(generation, self.shape)
+        layout = self.family.vllm_layout(self.hf_config, generation.parallel, 0, generation.vllm_cfg.loaded_precision)
+        saved, layers = 0, Counter[str]()
+        for slot, content in layout.items():
+            quantised = quantised_bytes(slot.name, content.shape, form, kept)
+            if quantised is not None:
+                num_bytes = math.prod(content.shape) * DTYPE_BYTES[content.dtype]
+                saved += num_bytes - quantised
+                layers[slot.name.rpartition(".")[0]] += num_bytes
+        return saved, max(layers.values(), default=0)
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
         """Weights of an engine's worker with the most; the first of each stage, or of all groups, has most experts."""

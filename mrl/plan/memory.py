@@ -40,6 +40,9 @@ _MARGIN = 64 * 2**20
 _FORWARD_LOGIT = 5
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
+# A layer's weights that are made, those of one that waits for further rounds, and its FP8 values twice, for the proof.
+_STAGED_LAYERS = 3
+
 Parts = dict[str, float]
 
 
@@ -60,6 +63,8 @@ class EngineMemory:
     """Share of the GPU that all this takes: `gpu_memory_utilization`, or what a policy beside it leaves, if that is
     less.
     """
+    staging: float = 0.0
+    """Weights in bfloat16 of which a refit makes FP8."""
 
     def concurrency(self, tokens: int) -> float:
         """Sequences of that many tokens whose cache fits at once."""
@@ -163,7 +168,7 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     generation, shape = config.policy.generation, model.shape
     vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
-    element = BF16 if vllm.precision == "bfloat16" else FP32
+    element = BF16 if vllm.loaded_precision == "bfloat16" else FP32
     ssm = generation.vllm_kwargs.get("mamba_ssm_cache_dtype", "auto")
     ssm = model.hf_config.get("mamba_ssm_cache_dtype", "float32") if ssm == "auto" else ssm
     layout = cache_layout(
@@ -176,7 +181,11 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
         drafter=model.mtp_pattern if generation.parallel.has_drafter else "",
         pp=vllm.pipeline_parallel_size,
     )
-    weights = model.engine_bytes(generation.parallel, vllm.precision)
+    weights, staging = model.engine_bytes(generation.parallel, vllm.loaded_precision), 0.0
+    if vllm.is_fp8:
+        saved, largest = model.fp8_bytes(generation)
+        weights -= saved
+        staging = _STAGED_LAYERS * largest
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
     measured, all_rows = (limits.num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
     passing = forward_bytes(
@@ -185,9 +194,9 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     activations = passing + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     unmeasured = sampler_bytes(shape, all_rows - measured)
-    given = min(vllm.gpu_memory_utilization * gpu.memory, left - unmeasured - _MARGIN)
+    given = min(vllm.gpu_memory_utilization * gpu.memory, left - unmeasured - staging - _MARGIN)
     cache = given - weights - activations - graphs - ENGINE_CONTEXT
-    return EngineMemory(weights, activations, unmeasured, graphs, cache, layout, limits, given / gpu.memory)
+    return EngineMemory(weights, activations, unmeasured, graphs, cache, layout, limits, given / gpu.memory, staging)
 
 
 @dataclass(frozen=True)
@@ -325,6 +334,8 @@ def rank_memory(
             parts["engine weights"] = engine.weights
         if engine and sleeping and residency.kv_cache == "device":
             parts |= {"engine activations": engine.activations + engine.unmeasured, "KV cache": max(0.0, engine.cache)}
+        if engine and sleeping and engine.staging:
+            parts["staged weights"] = engine.staging
         if phase == "refit":
             # Rounds arrive in one buffer, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9

@@ -54,7 +54,7 @@ def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
         for place in set(coords)
     }
     workers = [
-        model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision)
+        model.family.vllm_layout(model.hf_config, engine, worker, vllm.loaded_precision)
         for worker in range(engine.num_workers)
     ]
     first = world if config.num_dedicated_slots else 0

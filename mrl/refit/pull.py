@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from mrl.refit.device_checksum import bytes_of
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.memory import MappedMemory, bytes_as, wait_for
 from mrl.refit.pace import Pace
+from mrl.refit.staging import Quantiser, Turn, completed_rounds, plan_turns, staged_tensors
 
 _MAX_REPORTED = 8
 
@@ -39,7 +40,7 @@ class VerifyReport:
     """One line for each box that differs: slot, box, source rank, GPU."""
 
 
-class _Round(NamedTuple):
+class _Batch(NamedTuple):
     pulls: Sequence[Pull]
     copies: Copies
     checksums: Checksums
@@ -47,13 +48,16 @@ class _Round(NamedTuple):
     expected_words: Tensor
     """Places of the expected checksums in the memory's body, in words (int64)."""
     num_bytes: int
+    """Bytes of live tensors."""
+    quantiser: Quantiser | None
+    """Makes the live tensors of a layer, once this batch is there."""
 
 
 class Puller:
     """The pulls of one engine worker.
 
-    A refit is `run`, which for each round in order does `pull` and `verify`; then `finish`. Only after that may the
-    engine sample.
+    A refit is `run`, which for each round in order does `pull`, `verify` and `quantise`; then `finish`. Only after that
+    may the engine sample.
     """
 
     def __init__(
@@ -65,17 +69,25 @@ class Puller:
         *,
         own: Exchange | None = None,
         addresses: Mapping[Slot, int] | None = None,
+        quantisers: Sequence[Quantiser] = (),
+        peers: Sequence[int] = (),
     ) -> None:
         """Maps the memory of the worker's GPU and prepares all copies.
 
         `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call;
         `worker` is its number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated
-        engine) and need not be mapped. `addresses` are those of an earlier puller of this model.
+        engine) and need not be mapped. `addresses` are those of an earlier puller of this model. `quantisers` are the
+        layers that the engine makes of staged weights, together with the workers `peers`, itself among them.
         """
         self._live = live
         self._gpu = handles.gpu
         tensors, rounds, padding = live(), schedule.pulls(worker), schedule.class_of(worker).padding
-        check_coverage(tensors, list(chain.from_iterable(rounds)), padding)
+        completed = completed_rounds(schedule, peers) if quantisers else {}
+        turns = plan_turns(quantisers, rounds, completed)
+        self._staged = staged_tensors(turns, quantisers, next(iter(tensors.values())).device)
+        made = {slot for quantiser in quantisers for slot in quantiser.made}
+        targets = {slot: tensor for slot, tensor in tensors.items() if slot not in made} | self._staged
+        check_coverage(targets, list(chain.from_iterable(rounds)), padding)
         # CUDA graphs and views of the model hold addresses: writes elsewhere would not be read.
         self.addresses = dict(addresses) if addresses is not None else _addresses(tensors)
         self._check_addresses(tensors)
@@ -99,8 +111,8 @@ class Puller:
                 "handles without the arenas of the node: see handles_for"
             )
         self._arenas = {rank: (MappedMemory(arena.memory), arena.table) for rank, arena in mapped.items()}
-        self._rounds = [self._prepare(tensors, pulls) for pulls in rounds]
-        self._padding = [(slot, box, box_view(tensors[slot], box)) for slot, boxes in padding.items() for box in boxes]
+        self._rounds = [[self._prepare(targets, turn) for turn in round] for round in turns.rounds]
+        self._padding = [(slot, box, box_view(targets[slot], box)) for slot, boxes in padding.items() for box in boxes]
         self._reports: dict[int, VerifyReport] = {}
 
     def run(self, attempt: int, *, timeout_s: float) -> int:
@@ -126,6 +138,7 @@ class Puller:
             self._pace.wait_until_filled(round_index, deadline)
             num_bytes += self.pull(round_index)
             self.verify(round_index)
+            self.quantise(round_index)
             self._pace.read(self._reader, round_index + 1)
         return num_bytes
 
@@ -149,30 +162,44 @@ class Puller:
         self._pace.check_filled(round_index)
         for _, _, target in self._padding if round_index == 0 else ():
             target.zero_()
-        self._rounds[round_index].copies.run()
+        head = self._rounds[round_index][0]
+        head.copies.run()
         wait_for(self._body.device)
-        return self._rounds[round_index].num_bytes
+        return head.num_bytes
 
     @torch.inference_mode()
     def verify(self, round_index: int) -> VerifyReport:
         """Compares live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
-        plan = self._rounds[round_index]
-        expected = self._body.view(torch.int64)[plan.expected_words].cpu()
-        different = (plan.checksums.take() != expected).nonzero().flatten().tolist()
-        mismatches, padding_bytes = [], 0
-        for pull in (plan.pulls[index] for index in different):
-            mismatches.append(
-                f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU "
-                f"{self._gpu})"
-            )
+        head = self._rounds[round_index][0]
+        mismatches, padding_bytes = self._different(head), 0
         for slot, box, target in self._padding if round_index == 0 else ():
             padding_bytes += target.nbytes
             # By bytes: a fresh engine's padding has no negative zeros or NaNs.
             if bytes_of(target).any():
                 mismatches.append(f"padding of {slot} box {box} is not zero on the worker of GPU {self._gpu}")
-        report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
+        report = VerifyReport(head.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
         self._reports[round_index] = report
         return report
+
+    @torch.inference_mode()
+    def quantise(self, round_index: int) -> None:
+        """Makes the layers whose weights this round completes, and proves that a second making has the same bytes."""
+        tensors = self._live() if len(self._rounds[round_index]) > 1 else {}
+        for batch in self._rounds[round_index][1:]:
+            assert batch.quantiser is not None
+            batch.copies.run()
+            wait_for(self._body.device)
+            lines = self._different(batch)
+            weights = {slot: self._staged[slot] for slot in batch.quantiser.loaded}
+            lines += [
+                f"{slot} is not what the engine makes of its verified weights (on GPU {self._gpu})"
+                for slot in batch.quantiser.write(weights, tensors)
+            ]
+            num_bytes = sum(tensors[slot].nbytes for slot in batch.quantiser.made)
+            report = self._reports[round_index]
+            self._reports[round_index] = replace(
+                report, num_bytes=report.num_bytes + num_bytes, mismatches=(*report.mismatches, *lines)
+            )
 
     def finish(self) -> VerifyReport:
         """The report of the whole refit."""
@@ -190,7 +217,17 @@ class Puller:
         self._check_addresses(self._live())
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 
-    def _prepare(self, tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull]) -> _Round:
+    def _different(self, batch: _Batch) -> list[str]:
+        """Lines for the batch's boxes whose checksums are not the trainer's."""
+        expected = self._body.view(torch.int64)[batch.expected_words].cpu()
+        different = (batch.checksums.take() != expected).nonzero().flatten().tolist()
+        return [
+            f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})"
+            for pull in (batch.pulls[index] for index in different)
+        ]
+
+    def _prepare(self, tensors: Mapping[Slot, Tensor], turn: Turn) -> _Batch:
+        pulls = turn.pulls
         targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
         copies = [
             TensorCopy(target, self._source(pull), pull.copy.transform)
@@ -200,7 +237,10 @@ class Puller:
             self._body.device
         )
         checksums = Checksums([Summed(target) for target in targets])
-        return _Round(pulls, Copies(copies), checksums, words, sum(target.nbytes for target in targets))
+        num_bytes = sum(
+            target.nbytes for target, pull in zip(targets, pulls, strict=True) if pull.copy.target not in self._staged
+        )
+        return _Batch(pulls, Copies(copies), checksums, words, num_bytes, turn.quantiser)
 
     def _source(self, pull: Pull) -> Tensor:
         slot, box, dtype_name = pull.holding

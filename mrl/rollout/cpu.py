@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 import vllm._custom_ops as ops
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import modular_kernel
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from mrl.rollout import cpu_fp8
+from mrl.rollout.cpu_experts import ROW_MULTIPLE, PlainExperts, linear
 from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
 from mrl.rollout.cpu_sampling import CountingRequest, draw_tokens, gumbel_seeds
 from mrl.rollout.cpu_speculation import (
@@ -35,10 +35,6 @@ from mrl.rollout.cpu_speculation import (
     scan_proposed,
     spread,
 )
-
-# The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a
-# margin.
-ROW_MULTIPLE = 16
 
 # torch's vector loops take 32 floats with AVX-512; the scalar loop for the rest rounds differently.
 VECTOR_LANES = 64
@@ -70,20 +66,6 @@ def install() -> None:
 
 # torch drops the kernels of a Library when it is collected.
 _libraries: list[torch.library.Library] = []
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` whose rows do not depend on how many there are."""
-    rows = x.reshape(-1, x.shape[-1])
-    # vLLM's parameters would go through a function in Python.
-    with torch._C.DisableTorchFunctionSubclass():
-        out = F.linear(_pad_rows(rows), weight, bias)[: rows.shape[0]]
-    return out.view(*x.shape[:-1], -1)
-
-
-def _pad_rows(x: Tensor) -> Tensor:
-    missing = -x.shape[0] % ROW_MULTIPLE
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _rotate(original: Callable[..., object]) -> Callable[..., object]:
@@ -124,81 +106,6 @@ def _prefer_plain_experts(original: Callable[..., list[type]]) -> Callable[..., 
         return [PlainExperts] if CPUUnquantizedExperts in classes else classes
 
     return backend_to_kernel_cls
-
-
-def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
-    if activation == MoEActivation.RELU2_NO_MUL:
-        return F.relu(x).square_()
-    if activation == MoEActivation.SILU:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-    raise NotImplementedError(f"expert activation {activation} on CPU; supported: {PlainExperts.ACTIVATIONS}")
-
-
-class PlainExperts(CPUUnquantizedExperts):
-    """Experts in plain torch on weights as loaded: gated silu and non-gated relu^2, a padded row group per expert."""
-
-    isa = "torch"
-    output_alignment = 1
-    reduction_alignment = 1
-    ACTIVATIONS = (MoEActivation.SILU, MoEActivation.RELU2_NO_MUL)
-
-    @staticmethod
-    def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]  # passed through
-        """True when these experts fit. Sizes do not matter, unlike for vLLM's packed kernel."""
-        return modular_kernel.FusedMoEExperts.is_supported_config(cls, *configuration)  # type: ignore[arg-type]  # the same
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in PlainExperts.ACTIVATIONS
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs nothing: parameters stay as a refit writes them."""
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: object,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Writes the weighted sum of each token's experts into `output`; experts of other ranks count as zero."""
-        expert_ids = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).reshape(-1)
-        # Experts that live on other ranks have id -1, so their choices are sorted to the front.
-        num_elsewhere, *counts = torch.bincount(expert_ids + 1, minlength=len(w1) + 1).tolist()
-        choices = expert_ids.argsort(stable=True)[num_elsewhere:]
-        tokens = choices // topk_ids.shape[1]
-        weights = (
-            torch.ones(len(choices), 1)
-            if apply_router_weight_on_input
-            else topk_weights.reshape(-1, 1)[choices].float()
-        )
-        # Filled up with token 0 for each expert; what becomes of it is dropped.
-        padded = [F.pad(chosen, (0, -len(chosen) % ROW_MULTIPLE)) for chosen in tokens.split(counts)]
-        sizes = [len(chosen) for chosen in padded]
-        # Experts at once where there is no matrix product: each call costs as much as the few rows of an expert.
-        inputs = hidden_states[torch.cat(padded)].split(sizes)
-        hidden = _activate(
-            activation, torch.cat([F.linear(rows, weight) for rows, weight in zip(inputs, w1, strict=True)])
-        ).split(sizes)
-        results = [F.linear(rows, weight)[:count] for rows, weight, count in zip(hidden, w2, counts, strict=True)]
-        scaled = torch.cat(results).float().mul_(weights)
-        output.copy_(torch.zeros(output.shape, dtype=torch.float32).index_add_(0, tokens, scaled))
 
 
 def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -335,6 +242,8 @@ _SAME_TOKENS = (
     "with vLLM's, a request's tokens depend on what was proposed, so that its seed no longer says what it samples"
 )
 _UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed by seed"
+_ONLINE_FP8 = "vllm.model_executor.layers.quantization.online.fp8"
+_NEEDS_AMX = "vLLM's FP8 kernels for CPUs need AMX, or are not there"
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
 PATCHES = (
@@ -382,6 +291,14 @@ PATCHES = (
         "vLLM's CPU experts pack their weights, know no relu^2, and give an expert's few rows other bits than many",
         "vLLM's CPU experts read weights as loaded, know relu^2, and their rows do not depend on their number",
         _prefer_plain_experts,
+    ),
+    *(
+        EnginePatch(f"{_ONLINE_FP8}.{name}", what, _NEEDS_AMX, "vLLM's do not", replace)
+        for name, what, replace in (
+            ("init_fp8_linear_kernel", "FP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
+            ("select_fp8_moe_backend", "FP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
+            ("ops.scaled_fp8_quant", "the same cast in plain torch", lambda _: cpu_fp8.cast),
+        )
     ),
     EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_fn",

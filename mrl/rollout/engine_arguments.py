@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import read_config
+from mrl.config.fp8 import form_of, kept_layers
+from mrl.config.model import sizes_of
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
 from mrl.rollout.environment import EngineNodes
@@ -42,7 +44,7 @@ def engine_arguments(
         "tokenizer": tokenizer,
         "generation_config": "vllm",
         "seed": seed,
-        "dtype": vllm_cfg.precision,
+        "dtype": vllm_cfg.loaded_precision,
         "load_format": vllm_cfg.load_format,
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
@@ -79,6 +81,12 @@ def engine_arguments(
             # here.
             arguments[FLASHINFER] = False
     arguments |= _class_of(Path(model_dir) / "config.json")
+    if vllm_cfg.is_fp8:
+        sizes = sizes_of(read_config(Path(model_dir) / "config.json"))
+        arguments |= {
+            "quantization": form_of(config, sizes),
+            "quantization_config": {"ignore": kept_layers(config, sizes)},
+        }
     if nodes is not None:
         arguments |= {
             "nnodes": nodes.count,

@@ -27,6 +27,7 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
 from mrl.refit.inputs import ExchangeMember, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
+from mrl.rollout.quantised import quantisers
 from mrl.spans import memory_facts, process_key
 
 if current_platform.is_cpu():
@@ -59,8 +60,15 @@ class RefitWorker:
         return digest(self._tensors())
 
     def tensor_dtypes(self) -> EngineDtypes:
-        """Live tensors' names and dtypes. vLLM chooses some by GPU capability: nemotron_h gates are bfloat16 on 9.0."""
-        tensors = self._tensors()
+        """Names and dtypes of the tensors that a refit brings.
+
+        These are the live ones, but of a quantised layer the weights of which vLLM makes them. vLLM chooses some dtypes
+        by GPU capability: nemotron_h gates are bfloat16 on 9.0.
+        """
+        tensors = dict(self._tensors())
+        for quantiser in quantisers(self._models()):
+            tensors = {slot: tensor for slot, tensor in tensors.items() if slot not in quantiser.made}
+            tensors |= quantiser.loaded
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def bind_to_gpu(self, device_ids: Sequence[int]) -> str:
@@ -92,7 +100,16 @@ class RefitWorker:
             # Without a trainer rank on its GPU it receives, and sends nothing.
             self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
             handles = self.exchange.handles()
-        self.puller = Puller(self._tensors, schedule, mine.worker, handles, own=self.exchange, addresses=self.addresses)
+        self.puller = Puller(
+            self._tensors,
+            schedule,
+            mine.worker,
+            handles,
+            own=self.exchange,
+            addresses=self.addresses,
+            quantisers=quantisers(self._models()),
+            peers=[worker.worker for worker in workers],
+        )
         self.addresses = self.puller.addresses
 
     def wait_for_room(self, attempt: int, timeout_s: float) -> RefitError | None:
@@ -108,7 +125,8 @@ class RefitWorker:
 
         An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
-        A refit writes parameters in the layout in which vLLM loads them. The engine's arguments and `cpu.install`
+        A refit writes parameters in the layout in which vLLM loads them; those that vLLM quantises it makes of staged
+        weights by vLLM's own code (`mrl.rollout.quantised`). The engine's arguments and `cpu.install`
         choose only kernels that read them so; refit zero and the witness tests fail for one that keeps a copy of its
         own, such as repacked for a CPU or reordered for FlashInfer. Such a kernel would rebuild its copy here, after
         all bytes have been verified and before the first token.

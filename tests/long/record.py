@@ -67,6 +67,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/engine_arguments.py",
         "mrl/rollout/worker.py",
         "mrl/rollout/cpu.py",
+        "mrl/rollout/cpu_experts.py",
         "mrl/rollout/cpu_sampling.py",
     ),
     "driver": (

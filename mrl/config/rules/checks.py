@@ -17,7 +17,7 @@ from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import ModelSizes, is_hub_id, read_model, way_to_prepare
 from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, judges, layout, models, sockets, tokens, training
+from mrl.config.rules import algorithms, data, fp8, judges, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -195,6 +195,7 @@ ROLLOUT_RULES: dict[str, Check] = {
     "batches": algorithms.check_batch,
     "lengths": layout.check_lengths,
     "engines": layout.check_engines,
+    "weights in FP8": fp8.check_form,
     "rollout queue": algorithms.check_rollout_queue,
     "loss and advantages": algorithms.check_algorithm,
     "critic": models.check_critic,
@@ -219,6 +220,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "reward heads": lambda config, model, problems: models.check_heads(config, problems),
     "engine's files": lambda config, model, problems: models.check_engine_files(config, problems),
     "speculation": training.check_speculation,
+    "blocks of FP8": fp8.check_blocks,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 

@@ -17,6 +17,7 @@ from mrl.config.texts import counted
 
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
+_ENGINE = "policy.generation.vllm_cfg"
 _KWARGS, _IN_ORDER = "policy.generation.vllm_kwargs", LAYOUT_ARGUMENTS["moe_backend"]
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 
@@ -68,6 +69,16 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
             f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit "
             "writes; leave it out"
         ),
+    ),
+    f"{_ENGINE}.precision": (
+        lambda config: (
+            config.has_engines
+            and config.policy.generation.vllm_cfg.is_fp8
+            and not config.loss_fn.use_importance_sampling_correction
+        ),
+        "engines sample from weights rounded to FP8, and the trainer has others; set "
+        "loss_fn.use_importance_sampling_correction=true, or watch train/gen_kl_error, which says how far apart they "
+        "are",
     ),
     "loss_fn.use_importance_sampling_correction": (
         lambda config: (

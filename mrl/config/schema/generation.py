@@ -11,6 +11,7 @@ from mrl.config.fields import (
     AboveZero,
     AtLeastTwo,
     Count,
+    EnginePrecision,
     NotNegative,
     Only,
     Port,
@@ -78,8 +79,18 @@ class VllmConfig:
     """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine; a
     multiple of it = over so many workers, in groups of tensor_parallel_size that each hold all else and sample rollouts
     of their own, pass by pass together."""
-    precision: Precision = follows("policy.precision")
-    """Type of the engine's weights."""
+    precision: EnginePrecision = follows("policy.precision")
+    """Type of the engine's weights. `fp8`: matrices are rounded to FP8 in the engine after each refit; see
+    docs/fp8.md. `vllm_kwargs.quantization` says in which form.
+    """
+    num_first_layers_in_bf16: Count = 0
+    """First layers whose weights stay in bfloat16 with `precision: fp8`."""
+    num_last_layers_in_bf16: Count = 0
+    """Last layers whose weights stay in bfloat16 with `precision: fp8`."""
+    quantization_ignored_layer_kws: list[str] | None = None
+    """Parts of names of linear layers whose weights stay in bfloat16 with `precision: fp8`, such as `o_proj`."""
+    use_deep_gemm: bool = False
+    """Linear layers in FP8 use DeepGEMM's kernels where they can, on GPUs."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
     """Type of cached keys and values; auto = `precision`, the only one without GPUs. 8-bit caches need scales, which no
     refit brings.
@@ -136,6 +147,16 @@ class VllmConfig:
     """A Python file or module that registers a parser of tool calls with vLLM."""
     reasoning_parser_plugin: str | None = None
     """A Python file or module that registers a parser of thoughts with vLLM."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """True when the engine rounds its matrices to FP8."""
+        return self.precision == "fp8"
+
+    @property
+    def loaded_precision(self) -> Precision:
+        """Type in which weights reach the engine, and in which it computes all that is not quantised."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
 
     @property
     def num_groups(self) -> int:

@@ -74,6 +74,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         tokenizer: Path | None = None,
         num_tokens: int = 0,
         speculation: Mapping[str, object] | None = None,
+        quantization: str | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
         with nullcontext() if "mrl.rollout.engine" in sys.modules else importing():
@@ -83,7 +84,8 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg
         settings = dataclasses.replace(VllmConfig(precision="float32", enforce_eager=True), **limits)
         folder = checkpoint(model) if isinstance(model, int) else model
-        kwargs = {} if speculation is None else {"speculative_config": dict(speculation)}
+        kwargs: dict[str, object] = {} if speculation is None else {"speculative_config": dict(speculation)}
+        kwargs |= {} if quantization is None else {"quantization": quantization}
         generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings, vllm_kwargs=kwargs)
         with no_collections():
             engine = Engine(

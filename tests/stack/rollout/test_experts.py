@@ -20,7 +20,7 @@ NUM_TOKENS, NUM_EXPERTS, NUM_CHOICES, HIDDEN, INNER = 70, 8, 3, 48, 40
 def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int]):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from mrl.rollout.cpu import PlainExperts
+    from mrl.rollout.cpu_experts import PlainExperts
 
     torch.manual_seed(0)
     x, w2 = torch.randn(NUM_TOKENS, HIDDEN), torch.randn(NUM_EXPERTS, HIDDEN, INNER) / 6

@@ -155,8 +155,7 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
     engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
     for key, value in [
         ("policy.generation.backend", "megatron"),
-        (f"{engine}.precision", "fp8"),
-        (f"{engine}.use_deep_gemm", "true"),
+        (f"{engine}.is_mx", "true"),
         (f"{engine}.kv_cache_dtype", "fp8"),
         (f"{megatron}.fp8_cfg.enabled", "true"),
         ("policy.quant_cfg", "nvfp4.yaml"),

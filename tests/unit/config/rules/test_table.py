@@ -318,6 +318,15 @@ KWARGS.kv_cache_memory_bytes=1000 -> kv_cache_memory_mib
 KWARGS.moe_backend=cutlas -> not a value -> cutlass
 KWARGS.enable_eplb=0 -> remove the key
 KWARGS.quantization=fp8 -> remove the key
+KWARGS.quantization=fp8_per_channel -> set that to fp8
+ENGINE.num_first_layers_in_bf16=1 -> set that to fp8
+ENGINE.quantization_ignored_layer_kws=[o_proj] => ENGINE.quantization_ignored_layer_kws -> set that to fp8
+ENGINE.use_deep_gemm=true -> set that to fp8
+ENGINE.precision=fp8 -> fine
+ENGINE.precision=fp8 & KWARGS.quantization=fp8_per_tensor & ENGINE.num_last_layers_in_bf16=1 -> fine
+ENGINE.precision=fp8 & KWARGS.quantization=fp8_per_block => KWARGS.quantization=fp8_per_block -> not of whole blocks -> use fp8_per_channel
+ENGINE.is_mx=true -> sampling from weights in MXFP8 is not built
+ENGINE.pow2_weight_scaling_factors=true -> powers of two is not built
 OVERRIDES.deterministic_mod=true -> nearest is deterministic_mode
 OVERRIDES.deterministic_mode=1 -> true or false
 OVERRIDES.moe_permute_fusion=false -> set MEGATRON.moe_permute_fusion

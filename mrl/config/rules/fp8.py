@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of FP8: rollouts from weights in FP8."""
+
+from __future__ import annotations
+
+from mrl.config.errors import Problems
+from mrl.config.fp8 import BLOCK, FORMS, form_of, has_whole_blocks
+from mrl.config.model import ModelSizes
+from mrl.config.schema.run import RunConfig
+
+_ENGINE = "policy.generation.vllm_cfg"
+_FORM = "policy.generation.vllm_kwargs.quantization"
+
+
+def check_form(config: RunConfig, problems: Problems) -> None:
+    """Checks the keys that say how an engine keeps its weights in FP8."""
+    generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
+    form = generation.vllm_kwargs.get("quantization")
+    if form is not None and form not in FORMS:
+        rule = "refits write weights as the checkpoint has them, or as vLLM rounds them to FP8"
+        problems.add(_FORM, rule, f"use {' or '.join(FORMS)} with {_ENGINE}.precision=fp8, or remove the key")
+    if vllm.is_fp8:
+        if generation.speculative_method == "mtp":
+            rule = "drafting with MTP layers in FP8 is not built"
+            problems.add(f"{_ENGINE}.precision", rule, "set it to bfloat16, or speculate with method ngram")
+        return
+    for key, value in {
+        f"{_ENGINE}.num_first_layers_in_bf16": vllm.num_first_layers_in_bf16,
+        f"{_ENGINE}.num_last_layers_in_bf16": vllm.num_last_layers_in_bf16,
+        f"{_ENGINE}.quantization_ignored_layer_kws": vllm.quantization_ignored_layer_kws,
+        f"{_ENGINE}.use_deep_gemm": vllm.use_deep_gemm,
+        _FORM: form if form in FORMS else None,
+    }.items():
+        if value:
+            problems.add(
+                key, f"{_ENGINE}.precision={vllm.precision} has no weights in FP8", "set that to fp8, or leave this out"
+            )
+
+
+def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Checks that the chosen form fits the model's experts."""
+    generation = config.policy.generation
+    if not (config.has_engines and generation.vllm_cfg.is_fp8) or form_of(generation, model) != "fp8_per_block":
+        return
+    if not has_whole_blocks(generation, model):
+        rule = (
+            f"an expert of {model.expert_ffn} over the engine's workers, or of {model.latent or model.hidden}, is not "
+            f"of whole blocks of {BLOCK}"
+        )
+        problems.add(_FORM, rule, "use fp8_per_channel, or leave it out")

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 weights on CPU hosts: products in plain torch, as vLLM's FP8 kernels for CPUs need AMX.
+
+Weights stay as vLLM's online methods leave them. A product multiplies the numbers that they stand for with its inputs,
+which are rounded to FP8 as on GPUs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+from mrl.rollout.cpu_experts import PlainExperts, linear, mixture
+
+_BLOCK = 128
+_FP8 = torch.float8_e4m3fn
+_MAX = torch.finfo(_FP8).max
+_MIN_SCALE = 1 / (_MAX * 512)
+
+
+def cast(
+    x: Tensor, scale: Tensor | None = None, *, use_per_token_if_dynamic: bool = False, **unused: object
+) -> tuple[Tensor, Tensor]:
+    """FP8 values and scales of a matrix as `scaled_fp8_quant` gives them: by one scale, or by one a row [rows, 1]."""
+    if scale is None:
+        largest = x.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else x.abs().max().reshape(1)
+        scale = (largest.float() / _MAX).clamp(min=_MIN_SCALE)
+    return (x.float() * scale.reciprocal()).clamp(-_MAX, _MAX).to(_FP8), scale
+
+
+def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, is_blocks: bool) -> Tensor:
+    """Numbers that an FP8 matrix [rows, columns] stands for; one scale, one a row, or with `is_blocks` one a block."""
+    if is_blocks:
+        scale = scale.repeat_interleave(_BLOCK, 0)[: weight.shape[0]].repeat_interleave(_BLOCK, 1)
+        scale = scale[:, : weight.shape[1]]
+    return (weight.float() * scale).to(dtype)
+
+
+def rounded(x: Tensor, *, is_blocks: bool) -> Tensor:
+    """Inputs [..., columns] as a product in FP8 reads them: by a scale a row, or with `is_blocks` one a 128 columns."""
+    length = x.shape[-1]
+    groups = F.pad(x, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK)) if is_blocks else x.unsqueeze(-2)
+    values, scale = cast(groups, use_per_token_if_dynamic=True)
+    return (values.float() * scale).flatten(-2)[..., :length].to(x.dtype)
+
+
+class PlainKernel:
+    """Product with a linear layer's FP8 weight, in the layout in which vLLM's online method leaves it."""
+
+    def __init__(self, **unused: object) -> None:
+        """As `init_fp8_linear_kernel` makes one; it takes any sizes."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Packs nothing: parameters stay as a refit writes them."""
+
+    def input_quant_key(self) -> None:
+        """None: inputs are rounded here."""
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., columns] -> [..., rows]."""
+        parameters = dict(layer.named_parameters(recurse=False))
+        if is_blocks := "weight_scale_inv" in parameters:
+            weight = meant(parameters["weight"], parameters["weight_scale_inv"], x.dtype, is_blocks=True)
+        else:
+            # [columns, rows], as CUTLASS reads it.
+            weight = meant(parameters["weight"].t(), parameters["weight_scale"], x.dtype, is_blocks=False)
+        return linear(rounded(x, is_blocks=is_blocks), weight, bias)
+
+
+class Fp8Experts(PlainExperts):
+    """The experts of CPU hosts with weights in FP8, and inputs rounded to it."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
+        return True
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: object,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """As `PlainExperts.apply`, on the numbers that the FP8 values stand for."""
+        is_blocks = self.quant_config.block_shape is not None
+        plain = []
+        for weight, scale in ((w1, self.quant_config.w1_scale), (w2, self.quant_config.w2_scale)):
+            assert scale is not None
+            experts = zip(weight, scale, strict=True)
+            plain.append(
+                torch.stack([meant(one, its, hidden_states.dtype, is_blocks=is_blocks) for one, its in experts])
+            )
+        output.copy_(
+            mixture(
+                hidden_states, *plain, topk_weights, topk_ids, activation, expert_map,
+                weighs_inputs=apply_router_weight_on_input, read=partial(rounded, is_blocks=is_blocks),
+            )
+        )  # fmt: skip
+
+
+def choose_experts(**unused: object) -> tuple[Fp8MoeBackend, type]:
+    """As `select_fp8_moe_backend`; the backend is one that keeps experts as they are loaded."""
+    return Fp8MoeBackend.TRITON, Fp8Experts
