@@ -33,6 +33,7 @@ def find_obstacles(config: RunConfig) -> Iterator[tuple[str, object, object]]:
         ("algorithm", config.algorithm, "grpo"),
         ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, True),
         (f"{_MEGATRON}.context_parallel_size", megatron.context_parallel_size, 1),
+        (f"{_MEGATRON}.fp8_cfg.enabled", megatron.fp8_cfg.enabled, False),
         (f"{_MEGATRON}.mtp_num_layers", megatron.mtp_num_layers if config.mtp_steps else 0, 0),
         (f"{_MEGATRON}.peft.dropout", megatron.peft.dropout if megatron.peft.enabled else 0, 0),
     ):

@@ -198,9 +198,23 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         **routing_arguments(megatron, has_experts="num_moe_experts" in from_model),
         use_cpu_initialization=not on_gpu(),
         **fusion_arguments(megatron, from_model),
+        **_fp8_arguments(megatron),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+    )
+
+
+def _fp8_arguments(megatron: MegatronConfig) -> dict[str, object]:
+    if not megatron.fp8_cfg.enabled:
+        return {}
+    return dict(
+        fp8=megatron.fp8_cfg.fp8,
+        fp8_recipe=megatron.fp8_cfg.fp8_recipe,
+        fp8_param=False,
+        # Megatron's layers keep the FP8 weights of their first pass for all later ones, until a training loop of its
+        # own tells them of a new step: those here would go on with the weights of before.
+        disable_parameter_transpose_cache=True,
     )
 
 

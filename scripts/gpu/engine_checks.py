@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from scripts.gpu.plan import Missed, Row, Setup, elapsed, gpu_columns
 
 if TYPE_CHECKING:
+    from mrl.config.fields import EnginePrecision
     from mrl.phases import Phase
     from mrl.rollout.engine import Engine
 
 NUM_REQUESTS, NUM_NEW_TOKENS = 256, 128
+PRECISIONS: tuple[EnginePrecision, ...] = ("bfloat16", "fp8")
 
 
 def doctor(setup: Setup) -> list[Row]:
@@ -26,6 +28,24 @@ def doctor(setup: Setup) -> list[Row]:
     Raises:
         Missed: one of them failed.
     """
+    return _findings(setup, (("bfloat16", "bfloat16"), ("float32", "float32")))
+
+
+def fp8(setup: Setup) -> list[Row]:
+    """Tokens per second of an engine in bfloat16 and in FP8, and the doctor's findings of both.
+
+    Raises:
+        Missed: one of them failed, or a sleep changes tokens.
+    """
+    rows = [row for precision in PRECISIONS for row in _phases(setup, precision)]
+    try:
+        return rows + _findings(setup, (("bfloat16", "bfloat16"), ("bfloat16", "fp8")))
+    except Missed as missed:
+        raise Missed(str(missed), rows + missed.rows) from missed
+
+
+def _findings(setup: Setup, precisions: Sequence[tuple[str, str]]) -> list[Row]:
+    """The doctor's findings for each precision of trainer and engine."""
     from mrl import prepare
     from mrl.config.load import load_config
     from mrl.data.prompts import load_prompts
@@ -36,14 +56,14 @@ def doctor(setup: Setup) -> list[Row]:
         prepare.main(["tiny"])  # finds what it has made before
     rows: list[Row] = []
     failed = []
-    for precision in ("bfloat16", "float32"):
+    for precision, of_engine in precisions:
         overrides = [
             "policy.megatron_cfg.tensor_model_parallel_size=1",
             "policy.megatron_cfg.expert_model_parallel_size=1",
             "policy.megatron_cfg.sequence_parallel=false",
             f"policy.precision={precision}",
             f"policy.megatron_cfg.optimizer.bf16={'true' if precision == 'bfloat16' else 'false'}",
-            f"policy.generation.vllm_cfg.precision={precision}",
+            f"policy.generation.vllm_cfg.precision={of_engine}",
             *(["cluster.gpus_per_node=1", "cluster.num_nodes=1"] if setup.device == "cuda" else []),
             *([f"policy.model_name={setup.model}", f"policy.tokenizer.name={setup.model}"] if setup.model else []),
             *refit.SETTINGS,
@@ -54,10 +74,10 @@ def doctor(setup: Setup) -> list[Row]:
         for finding in findings:
             name = f"{finding.check.name} {finding.subject}".strip()
             rows.append(
-                {"precision": precision, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()}
+                {"precision": of_engine, "check": name, "numbers": finding.numbers.replace("|", "/"), **gpu_columns()}
             )
             if not finding.is_ok:
-                failed.append(f"{name} in {precision}")
+                failed.append(f"{name} in {of_engine}")
     if failed:
         raise Missed(", ".join(failed), rows)
     return rows
@@ -71,6 +91,10 @@ def sleep(setup: Setup) -> list[Row]:
     Raises:
         Missed: tokens differ after the sleep.
     """
+    return _phases(setup, "bfloat16" if setup.device == "cuda" else "float32")
+
+
+def _phases(setup: Setup, precision: EnginePrecision) -> list[Row]:
     from mrl.rollout.environment import engine_environment
 
     # Before anything imports vLLM.
@@ -83,7 +107,7 @@ def sleep(setup: Setup) -> list[Row]:
     limits = VllmConfig(
         max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu
     )
-    limits.precision = "bfloat16" if is_gpu else "float32"
+    limits.precision = precision
     # Graphs of a few sizes, of the model as it is: vLLM would compile it and capture 51 sizes, which sleep and wake
     # alike.
     graphs = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 8, 64, NUM_REQUESTS]}} if is_gpu else {}
@@ -112,7 +136,16 @@ def sleep(setup: Setup) -> list[Row]:
     finally:
         engine.shutdown()
     model = "small" if setup.model is None else setup.model.name
-    rows = [{"model": model, "requests": len(requests), "different after sleep": len(changed), **row, **gpu_columns()}]
+    rows = [
+        {
+            "model": model,
+            "precision": precision,
+            "requests": len(requests),
+            "different after sleep": len(changed),
+            **row,
+            **gpu_columns(),
+        }
+    ]
     if changed:
         raise Missed(f"{len(changed)} of {len(requests)} requests give other tokens after a sleep", rows)
     return rows

@@ -76,6 +76,7 @@ CHECKS = (
     Check("mamba", "a", "scripts.gpu.policy_checks:mamba", ("mamba_ssm", "causal_conv1d", "einops")),
     Check("doctor", "b", "scripts.gpu.engine_checks:doctor", ("vllm", "ray", "megatron")),
     Check("sleep", "b", "scripts.gpu.engine_checks:sleep", ("vllm",)),
+    Check("fp8", "b", "scripts.gpu.engine_checks:fp8", ("vllm", "ray", "megatron")),
     Check(
         "train",
         "b",

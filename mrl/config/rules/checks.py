@@ -221,6 +221,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "engine's files": lambda config, model, problems: models.check_engine_files(config, problems),
     "speculation": training.check_speculation,
     "blocks of FP8": fp8.check_blocks,
+    "training in FP8": fp8.check_training,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of FP8: rollouts from weights in FP8."""
+"""Rules of FP8: rollouts from weights in FP8, and products of training in FP8."""
 
 from __future__ import annotations
 
@@ -48,3 +48,28 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
             f"of whole blocks of {BLOCK}"
         )
         problems.add(_FORM, rule, "use fp8_per_channel, or leave it out")
+
+
+def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Checks that training in FP8 has what it needs."""
+    section = problems.section
+    settings, at = section.megatron_cfg.fp8_cfg, f"{problems.at}megatron_cfg.fp8_cfg"
+    if not settings.enabled:
+        return
+    has_gpus, precision = config.cluster.gpus_per_node > 0, section.precision
+    wrong = {
+        "enabled": {
+            "only Transformer Engine computes in FP8, on GPUs, and cluster.gpus_per_node=0": not has_gpus,
+            "training hybrid models with Mamba layers in FP8 is not built": model.model_class == "mamba",
+            f"{problems.at}precision={precision} has no products in FP8": precision != "bfloat16",
+        },
+        "fp8_recipe": {
+            "its scales come from earlier steps, and no checkpoint keeps them": settings.fp8_recipe == "delayed"
+        },
+        "fp8_param": {"optimizer, checkpoints and refits want the weights as they are": settings.fp8_param},
+    }
+    ways = {"enabled": "set it to false", "fp8_recipe": "use blockwise or tensorwise", "fp8_param": "set it to false"}
+    for name, rules in wrong.items():
+        for rule, is_broken in rules.items():
+            if is_broken:
+                problems.add(f"{at}.{name}", rule, ways[name])

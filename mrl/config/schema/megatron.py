@@ -144,6 +144,22 @@ class SaveConfig:
 
 
 @dataclass
+class Fp8Config:
+    enabled: bool = False
+    """Compute the products of linear layers in FP8, by Transformer Engine on GPUs. Weights, gradients and all else stay
+    as they are. Not run on a GPU yet: see docs/fp8.md.
+    """
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Type of weights and activations, and of their gradients; hybrid: gradients are in e5m2."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"] = "blockwise"
+    """Numbers that share a scale: blocks, or a whole matrix; mxfp8: 32 numbers, on Blackwell. `delayed` takes scales of
+    earlier steps, which no checkpoint keeps, and is refused.
+    """
+    fp8_param: bool = False
+    """Keep weights in FP8, too. Refused: optimizer, checkpoints and refits want them as they are."""
+
+
+@dataclass
 class MegatronConfig:
     enabled: Annotated[bool, Only(True, "Megatron-Core is the only training backend")] = True
     """Train with Megatron-Core, the only backend: must be true."""
@@ -173,6 +189,7 @@ class MegatronConfig:
     """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid
     TF32 in float32.
     """
+    fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
     tune_kernels: bool = False
     """Let mamba_ssm time the configurations of its kernels on GPUs: minutes at each start, and a resumed run may round
     otherwise.

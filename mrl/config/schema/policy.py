@@ -14,6 +14,8 @@ from mrl.config.schema.megatron import MegatronConfig
 _MTP_CHUNK_TOKENS = 1024
 # Tokens of a rank that HybridEP's kernels take at a time (NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API of DeepEP).
 _HYBRIDEP_CHUNK_TOKENS = 128
+FP8_ROWS = {"blockwise": 128, "tensorwise": 16, "delayed": 16, "mxfp8": 32}
+"""A rank's tokens are a multiple of this, by recipe: gradients of weights are products over tokens, in such blocks."""
 
 ShareOrNot = bool | Literal["auto"]
 PackingAlgorithm = Literal[
@@ -171,7 +173,13 @@ class PolicyConfig:
         parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
         fills_rows = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
         length_round = fills_rows.sequence_length_round if fills_rows.enabled else 1
-        of_rank = _HYBRIDEP_CHUNK_TOKENS * megatron.context_parallel_size if megatron.uses_hybridep else 1
+        of_rank = math.lcm(
+            _HYBRIDEP_CHUNK_TOKENS if megatron.uses_hybridep else 1,
+            FP8_ROWS[megatron.fp8_cfg.fp8_recipe] if megatron.fp8_cfg.enabled else 1,
+        )
         return math.lcm(
-            self.make_sequence_length_divisible_by, length_round, self.sequence_multiple * parts, of_rank * parts
+            self.make_sequence_length_divisible_by,
+            length_round,
+            self.sequence_multiple * parts,
+            of_rank * megatron.context_parallel_size * parts,
         )

@@ -427,7 +427,7 @@ ppo.num_generations_per_prompt=1 & ppo.use_dynamic_sampling=true => grpo.num_gen
 ++value.tokenizer={name: other} => value.tokenizer.name=other -> the critic reads the tokens that the policy does
 ++value.hf_config_overrides={rope_theta: 1} => value.hf_config_overrides.rope_theta=1 -> the critic's config.json is taken as it is
 value.generation.backend=vllm -> no such key
-CRITIC.fp8_cfg.enabled=true -> training in FP8 is not built
+CRITIC.fp8_cfg.enabled=true -> only Transformer Engine computes in FP8 -> set it to false
 ppo.adv_estimator.name=raw_reward -> no other estimator gives returns to train a critic on
 ppo.adv_estimator.gae_lambda=1.1 -> out of range
 """

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conversion.families.common import VllmParallel
+from conversion.families.registry import family
+from mrl.config.fp8 import form_of, kept_layers, quantised_bytes
+from mrl.config.load import load_config
+from mrl.config.model import sizes_of
+from mrl.config.rules.plausible import find_doubts
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
+from mrl.plan.facts import PlanModel
+from tests.sources import ROOT
+
+MEGATRON, ENGINE = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+
+
+def published(name: str) -> dict[str, object]:
+    return json.loads((ROOT / "scripts/bench/models" / f"{name}.config.json").read_text())
+
+
+@pytest.mark.parametrize("recipe, tokens", [("blockwise", 128), ("mxfp8", 32), ("tensorwise", 16)])
+def test_each_rank_has_whole_blocks_of_tokens(recipe: str, tokens: int):
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": "true"}
+    policy = load_config("grpo_tiny.yaml", [f"{MEGATRON}.{name}={size}" for name, size in sizes.items()]).policy
+    policy.sequence_packing.sequence_length_round = policy.make_sequence_length_divisible_by = 1
+    assert policy.row_multiple == 8
+    policy.megatron_cfg.fp8_cfg.enabled = True
+    policy.megatron_cfg.fp8_cfg.fp8_recipe = recipe  # type: ignore[assignment]  # a parameter of the test
+    assert policy.row_multiple == tokens * 2 * 2
+
+
+def test_a_run_without_importance_sampling_is_warned():
+    for corrected in ("false", "true"):
+        config = load_config(
+            "grpo_tiny.yaml", [f"{ENGINE}.precision=fp8", f"loss_fn.use_importance_sampling_correction={corrected}"]
+        )
+        warned = [doubt for doubt in find_doubts(config) if doubt.startswith(f"{ENGINE}.precision")]
+        assert bool(warned) == (corrected == "false")
+
+
+def test_nemotrons_experts_are_no_whole_blocks():
+    forms = {
+        name: form_of(GenerationConfig(vllm_cfg=VllmConfig(precision="fp8")), sizes_of(published(name)))
+        for name in ("nemotron3_nano_30b_a3b", "qwen3_30b_a3b")
+    }
+    assert forms == {"nemotron3_nano_30b_a3b": "fp8_per_channel", "qwen3_30b_a3b": "fp8_per_block"}
+    # 768 over 4 workers are one and a half blocks.
+    cut = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", tensor_parallel_size=4))
+    assert form_of(cut, sizes_of(published("qwen3_30b_a3b"))) == "fp8_per_channel"
+
+
+def test_chosen_layers_stay_in_bfloat16():
+    hf_config = published("qwen3_30b_a3b")
+    vllm = VllmConfig(
+        precision="fp8",
+        num_first_layers_in_bf16=1,
+        num_last_layers_in_bf16=2,
+        quantization_ignored_layer_kws=["q_proj", "k_proj", "v_proj"],
+    )
+    generation, sizes = GenerationConfig(vllm_cfg=vllm), sizes_of(hf_config)
+    kept, layout = (
+        kept_layers(generation, sizes),
+        family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, "bfloat16"),
+    )
+    found = {
+        slot.name.removeprefix("model.layers.")
+        for slot, content in layout.items()
+        if quantised_bytes(slot.name, content.shape, "fp8_per_block", kept) is not None
+    }
+    experts = ("mlp.experts.routed_experts.w13_weight", "mlp.experts.routed_experts.w2_weight")
+    assert found == {f"{layer}.{name}" for layer in range(1, 46) for name in ("self_attn.o_proj.weight", *experts)}
+
+
+def test_the_plan_counts_values_scales_and_the_largest_layer():
+    model = PlanModel(published("qwen3_30b_a3b"))
+    saved, largest = model.fp8_bytes(GenerationConfig(vllm_cfg=VllmConfig(precision="fp8")))
+    experts, attention = 128 * 3 * 768 * 2048, 5120 * 2048 + 2048 * 4096
+    assert largest == 2 * experts
+    # A scale of 4 bytes for a block of 16,384 numbers.
+    assert saved == 48 * (experts + attention) * (1 - 4 / 16384)
+
+
+def test_what_no_host_has_is_refused():
+    from mrl.check import examine
+
+    settings = {"enabled": "true", "fp8_recipe": "delayed", "fp8_param": "true"}
+    given = [f"{MEGATRON}.fp8_cfg.{key}={value}" for key, value in settings.items()]
+    said = " ".join(map(str, examine(ROOT / "configs/grpo_tiny.yaml", given).refused))
+    for rule in ("only Transformer Engine computes in FP8", "no checkpoint keeps them", "want the weights as they are"):
+        assert rule in said
