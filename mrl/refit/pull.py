@@ -24,7 +24,7 @@ from mrl.refit.device_checksum import bytes_of
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.memory import MappedMemory, bytes_as, wait_for
 from mrl.refit.pace import Pace
-from mrl.refit.staging import Quantiser, Turn, completed_rounds, plan_turns, staged_tensors
+from mrl.refit.staging import PullGroup, Quantiser, completed_rounds, plan_turns, staged_tensors
 
 _MAX_REPORTED = 8
 
@@ -226,7 +226,7 @@ class Puller:
             for pull in (batch.pulls[index] for index in different)
         ]
 
-    def _prepare(self, tensors: Mapping[Slot, Tensor], turn: Turn) -> _Batch:
+    def _prepare(self, tensors: Mapping[Slot, Tensor], turn: PullGroup) -> _Batch:
         pulls = turn.pulls
         targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
         copies = [

@@ -56,17 +56,17 @@ class Quantiser:
         return made
 
 
-class Turn(NamedTuple):
+class PullGroup(NamedTuple):
     """Pulls that run together in a round; with a quantiser, its layer's last ones."""
 
     pulls: Sequence[Pull]
     quantiser: Quantiser | None
 
 
-class Plan(NamedTuple):
+class StagingPlan(NamedTuple):
     """Order in which the pulls of a worker run, and places of the staged weights."""
 
-    rounds: Sequence[Sequence[Turn]]
+    rounds: Sequence[Sequence[PullGroup]]
     offsets: Mapping[Slot, int]
     """Bytes from the start of the staging memory."""
     num_bytes: int
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
 def plan_turns(
     quantisers: Sequence[Quantiser], rounds: Sequence[Sequence[Pull]], completed: Mapping[Slot, int]
-) -> Plan:
+) -> StagingPlan:
     """Plans the pulls of one worker. `completed` is the round with which the last worker of the engine has a weight.
 
     A layer is made in the round in which all workers have all of it, as its scales may be agreed among them. Until then
@@ -96,11 +96,11 @@ def plan_turns(
             else:
                 heads[number].append(pull)
                 first[index] = min(first[index], number)
-    turns = [[Turn(head, None)] for head in heads]
+    turns = [[PullGroup(head, None)] for head in heads]
     spans: list[tuple[tuple[int, int], tuple[int, int]]] = []
     for index, quantiser in enumerate(quantisers):
         place = (last[index], len(turns[last[index]]))
-        turns[last[index]].append(Turn(ends[index], quantiser))
+        turns[last[index]].append(PullGroup(ends[index], quantiser))
         spans.append(((first[index], 0) if first[index] < last[index] else place, place))
     starts, num_bytes = _places([quantiser.num_bytes for quantiser in quantisers], spans)
     offsets: dict[Slot, int] = {}
@@ -108,7 +108,7 @@ def plan_turns(
         for slot, tensor in quantiser.loaded.items():
             offsets[slot] = start
             start += align(tensor.nbytes)
-    return Plan(turns, offsets, num_bytes)
+    return StagingPlan(turns, offsets, num_bytes)
 
 
 def completed_rounds(schedule: Schedule, workers: Iterable[int]) -> dict[Slot, int]:
@@ -121,7 +121,7 @@ def completed_rounds(schedule: Schedule, workers: Iterable[int]) -> dict[Slot, i
     return found
 
 
-def staged_tensors(plan: Plan, quantisers: Sequence[Quantiser], device: torch.device) -> dict[Slot, Tensor]:
+def staged_tensors(plan: StagingPlan, quantisers: Sequence[Quantiser], device: torch.device) -> dict[Slot, Tensor]:
     """Tensors of the weights in a new staging memory."""
     memory = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
     return {

@@ -53,7 +53,7 @@ class PlainKernel:
     """Product with a linear layer's FP8 weight, in the layout in which vLLM's online method leaves it."""
 
     def __init__(self, **unused: object) -> None:
-        """As `init_fp8_linear_kernel` makes one; it takes any sizes."""
+        """Takes any sizes, as vLLM gives them to `init_fp8_linear_kernel`."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs nothing: parameters stay as a refit writes them."""
@@ -97,7 +97,7 @@ class Fp8Experts(PlainExperts):
         expert_tokens_meta: object,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """As `PlainExperts.apply`, on the numbers that the FP8 values stand for."""
+        """Writes the weighted sum of each token's experts into `output`, of the numbers that FP8 values stand for."""
         is_blocks = self.quant_config.block_shape is not None
         plain = []
         for weight, scale in ((w1, self.quant_config.w1_scale), (w2, self.quant_config.w2_scale)):
@@ -115,5 +115,5 @@ class Fp8Experts(PlainExperts):
 
 
 def choose_experts(**unused: object) -> tuple[Fp8MoeBackend, type]:
-    """As `select_fp8_moe_backend`; the backend is one that keeps experts as they are loaded."""
+    """Chooses these experts; the backend is one that keeps them as they are loaded."""
     return Fp8MoeBackend.TRITON, Fp8Experts
