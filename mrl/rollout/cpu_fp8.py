@@ -27,10 +27,11 @@ def cast(
     x: Tensor, scale: Tensor | None = None, *, use_per_token_if_dynamic: bool = False, **unused: object
 ) -> tuple[Tensor, Tensor]:
     """FP8 values and scales of a matrix as `scaled_fp8_quant` gives them: by one scale, or by one a row [rows, 1]."""
-    if scale is None:
+    found = scale
+    if found is None:
         largest = x.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else x.abs().max().reshape(1)
-        scale = (largest.float() / _MAX).clamp(min=_MIN_SCALE)
-    return (x.float() * scale.reciprocal()).clamp(-_MAX, _MAX).to(_FP8), scale
+        found = (largest.float() / _MAX).clamp(min=_MIN_SCALE)
+    return (x.float() * found.reciprocal()).clamp(-_MAX, _MAX).to(_FP8), found
 
 
 def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, is_blocks: bool) -> Tensor:
@@ -98,20 +99,26 @@ class Fp8Experts(PlainExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Writes the weighted sum of each token's experts into `output`, of the numbers that FP8 values stand for."""
-        is_blocks = self.quant_config.block_shape is not None
-        plain = []
-        for weight, scale in ((w1, self.quant_config.w1_scale), (w2, self.quant_config.w2_scale)):
-            assert scale is not None
-            experts = zip(weight, scale, strict=True)
-            plain.append(
-                torch.stack([meant(one, its, hidden_states.dtype, is_blocks=is_blocks) for one, its in experts])
-            )
+        is_blocks, dtype = self.quant_config.block_shape is not None, hidden_states.dtype
+        assert self.quant_config.w1_scale is not None and self.quant_config.w2_scale is not None
         output.copy_(
             mixture(
-                hidden_states, *plain, topk_weights, topk_ids, activation, expert_map,
-                weighs_inputs=apply_router_weight_on_input, read=partial(rounded, is_blocks=is_blocks),
+                hidden_states,
+                _meant_experts(w1, self.quant_config.w1_scale, dtype, is_blocks=is_blocks),
+                _meant_experts(w2, self.quant_config.w2_scale, dtype, is_blocks=is_blocks),
+                topk_weights,
+                topk_ids,
+                activation,
+                expert_map,
+                weighs_inputs=apply_router_weight_on_input,
+                read=partial(rounded, is_blocks=is_blocks),
             )
-        )  # fmt: skip
+        )
+
+
+def _meant_experts(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, is_blocks: bool) -> Tensor:
+    experts = zip(weight, scale, strict=True)
+    return torch.stack([meant(one, its, dtype, is_blocks=is_blocks) for one, its in experts])
 
 
 def choose_experts(**unused: object) -> tuple[Fp8MoeBackend, type]:
