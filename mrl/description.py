@@ -236,7 +236,7 @@ ROWS_OF_TRAINING = (
 """Lines that say nothing of an evaluation."""
 ROWS_OF_EVALUATION: dict[str, Callable[[RunConfig], str]] = {
     "model": lambda config: _model(config.policy, config.policy.generation.vllm_cfg.precision),
-    "weights": lambda config: _weights(config, config.policy.generation.vllm_cfg.precision),
+    "weights": lambda config: _weights(config, config.policy.generation.vllm_cfg.loaded_precision),
     "tokens": lambda config: (
         f"{config.policy.max_total_sequence_length:,} a sequence, of which at most "
         f"{config.policy.generation.max_new_tokens:,} are sampled"
