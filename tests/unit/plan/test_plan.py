@@ -324,7 +324,7 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
         and "phase train needs most" in said
         and "gpu_memory_utilization=0.5 of a GPU" in said
     )
-    monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
+    monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config, *, to_evaluate: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
     monkeypatch.setattr("mrl.loop.preflight.check_environment", lambda config: None)
