@@ -89,7 +89,7 @@ def test_hacking_needs_a_rising_reward_without_a_rising_held_out_one():
     assert keys(gamed(longer | dict(val__accuracy=0.5), shorter | dict(val__accuracy=0.3))) == []
     assert keys(gamed(longer | dict(val__accuracy=0.3), shorter | dict(val__accuracy=0.3))) == ["hacked_length"]
     assert keys(gamed(longer, shorter, count=38)) == []
-    falling = [{**each, "train/reward": 1 - 0.001 * i} for i, each in enumerate(gamed(longer, shorter))]
+    falling: list[Row] = [{**each, "train/reward": 1 - 0.001 * i} for i, each in enumerate(gamed(longer, shorter))]
     assert keys(falling) == []
 
 
