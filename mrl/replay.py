@@ -131,9 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     algorithm, missing = setting(read_config(config), "algorithm"), [path.name for path in records if not path.exists()]
     if not options.sample and not missing and algorithm in REPLAYED:
         return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
-    if setting(read_config(config), "grpo.async_grpo.enabled"):
+    is_ahead = setting(read_config(config), "grpo.async_grpo.enabled")
+    if is_ahead or setting(read_config(config), "grpo.oversample") not in (None, 1):
+        key = "grpo.async_grpo.enabled=true" if is_ahead else "grpo.oversample above 1"
         parser.error(
-            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were "
+            f"{config}: {key}: the rollouts of a step were sampled while earlier ones were "
             "trained, and an attempt that begins at a checkpoint samples them from other weights; steps without "
             f"lag can be made again, and those that logger.record_steps records, of {' and '.join(REPLAYED)} and "
             f"without --sample; missing: {', '.join(missing) or 'none'}"

@@ -176,7 +176,7 @@ class Rollout:
     """All turns but the last, which begins at `last_turn_start`."""
     last_turn_start: int = 0
     num_weight_versions: int = 1
-    """Versions of weights that sampled it: 1, unless grpo.async_grpo.in_flight_weight_updates."""
+    """Versions of weights that sampled it: 1, unless it went on over a refit (in_flight_weight_updates, oversample)."""
     proposals: Proposals = Proposals()
     untrained: tuple[UntrainedTurn, ...] = ()
     tail_length: int = 0

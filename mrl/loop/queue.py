@@ -49,12 +49,18 @@ class QueuePlan:
     """Prompts asked for and looked at together."""
     max_batches: int | None
     """The run gives up when so many batches do not fill a step; None where every group counts."""
+    under_way: int
+    """Most prompts under way."""
     lag: int
     """Steps by which a rollout may be older than the weights that it trains."""
+    samples_ahead: bool
+    """True when engines sample while the policy is trained."""
     waits_for_refit: bool
     """True when engines finish all rollouts under way before they get new weights."""
     freshest_first: bool
     """True when a step takes the freshest groups that are ready instead of the next prompts in order."""
+    takes_first: bool
+    """True when a step takes the first groups that are whole, and leaves the others to the next ones."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,12 @@ def queue_plan(config: RunConfig) -> QueuePlan:
         num_generations=grpo.num_generations_per_prompt,
         batch=grpo.num_prompts_per_batch,
         max_batches=grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else None,
-        lag=ahead.max_lag_steps,
+        under_way=grpo.num_prompts_under_way,
+        lag=grpo.max_lag_steps,
+        samples_ahead=ahead.max_lag_steps > 0,
         waits_for_refit=ahead.max_lag_steps > 0 and not ahead.in_flight_weight_updates,
         freshest_first=ahead.max_lag_steps > 0 and ahead.sample_freshest_first,
+        takes_first=grpo.takes_first,
     )
 
 
@@ -136,7 +145,7 @@ class RolloutQueue:
         sampled: list[RolloutGroup] = []
         dropped: list[PromptKey] = []
         num_batches = 0
-        if plan.lag == 0:
+        if not plan.samples_ahead:
             # Validation used the engines too, but not for this step.
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
@@ -176,6 +185,8 @@ class RolloutQueue:
             "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts)
             / len(rollouts),
         }
+        if plan.takes_first:
+            metrics |= carried_metrics(groups, list(self._asked.values()), state.weight_version)
         if plan.max_batches is not None:
             metrics |= {
                 "train/dynamic_sampling_num_gen_batches": float(num_batches),
@@ -184,9 +195,9 @@ class RolloutQueue:
         # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
         before, self._taken_at = self._taken_at, time.monotonic()
         # 0 where an earlier attempt has sampled all of them.
-        seconds = max(1e-9, self._taken_at - before if plan.lag > 0 else clock.seconds("generation"))
+        seconds = max(1e-9, self._taken_at - before if plan.samples_ahead else clock.seconds("generation"))
         busy_s = self._source.take_busy_s()
-        if plan.lag > 0 and num_batches > 0:
+        if plan.samples_ahead and num_batches > 0:
             clock.overlap("generation", busy_s)
         num_ready = sum(asked.num_missing == 0 for asked in self._asked.values()) + len(self._surplus)
         num_regenerated, self._num_regenerated = self._num_regenerated, 0
@@ -223,15 +234,16 @@ class RolloutQueue:
 
     def go_on(self, state: RunState) -> None:
         """Asks for prompts of later steps. Call it after the engines got new weights."""
-        if self.plan.lag > 0 and state.step < self._last_step:
+        if self.plan.samples_ahead and state.step < self._last_step:
             self._fill(state.step + 1, state.weight_version)
 
     def _fill(self, step: int, weight_version: int) -> None:
-        """Asks for as many prompts as there is room for: one batch for `step` and one for each step of the lag."""
+        """Asks for as many prompts as there is room for, and that steps are left for."""
         again, self._again = self._again, []
         self._num_regenerated += len(again)
         self._ask(again, weight_version)
-        room = self.plan.batch * (min(self.plan.lag, self._last_step - step) + 1) - len(self._asked)
+        most = self.plan.batch * (min(self.plan.lag, self._last_step - step) + 1)
+        room = min(most, self.plan.under_way) - len(self._asked)
         new = list(islice(self._prompts, max(0, room)))
         if new:
             self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
@@ -259,26 +271,28 @@ class RolloutQueue:
 
     def _wait_for_batch(self, weight_version: int) -> list[RolloutGroup]:
         size = min(self.plan.batch, len(self._asked))
+        is_choosing, first = self.plan.freshest_first or self.plan.takes_first, self.plan.takes_first
         while True:
             wanted = list(self._asked.values())
-            if not self.plan.freshest_first:
+            if not is_choosing:
                 wanted = wanted[:size]
-            # By the next step they would be too old once more.
+            # By the next step they would be too old, once more. Where a step takes the first groups, at most twice its
+            # prompts are under way, so that it has room for all that the last one has left.
             last = [
                 one
                 for one in wanted
-                if self._num_too_old[one.key] >= MAX_TOO_OLD and weight_version - one.weight_version >= self.plan.lag
+                if (first or self._num_too_old[one.key] >= MAX_TOO_OLD)
+                and weight_version - one.weight_version >= self.plan.lag
             ]
             self._wait_for(last, len(last))
             self._wait_for(wanted, size)
             ready = [group for group in wanted if group.num_missing == 0]
             stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
             if not stale:
-                return (
-                    sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size]
-                    if self.plan.freshest_first
-                    else ready
-                )
+                if not is_choosing:
+                    return ready
+                age = 1 if first else -1
+                return sorted(ready, key=lambda one: (one not in last, age * one.oldest_version))[:size]
             # Finish judging them before asking again: new rollouts have the same keys.
             self._source.judge(stale, on_tick=self._on_tick)
             self._num_regenerated += len(stale)
@@ -323,6 +337,24 @@ class RolloutQueue:
                 self._again.append((group.epoch, group.prompt))
                 num_discarded += len(group.rollouts)
         return num_discarded
+
+
+def carried_metrics(
+    trained: Sequence[RolloutGroup], left: Sequence[RolloutGroup], weight_version: int
+) -> dict[str, float]:
+    """What a step that takes the first groups leaves to the next ones, and how much longer rollouts are that were left.
+
+    The mean length of rollouts that earlier steps began, over that of the others: above 1 by as much as a step prefers
+    short ones. All are trained, as none gets too old.
+    """
+    carried, fresh = [], []
+    for group in trained:
+        lengths = carried if group.weight_version < weight_version else fresh
+        lengths += [rollout.num_generated for rollout in group.rollouts]
+    metrics = {"rollout/unfinished_groups": float(sum(group.num_missing > 0 for group in left))}
+    if carried and fresh and any(fresh):
+        metrics["rollout/carried_length_ratio"] = sum(carried) / len(carried) / (sum(fresh) / len(fresh))
+    return metrics
 
 
 def open_queue(

@@ -209,7 +209,7 @@ def open_kept(
     kept = KeptRollouts(
         folder.path / KEPT,
         conditions_of(config, identity),
-        lag=config.rollouts.async_grpo.max_lag_steps,
+        lag=config.rollouts.max_lag_steps,
         limit_bytes=section.keep_rollouts_gb * 1e9,
         saves=lambda step: is_save_step(section, step) or step == last_step,
         pull=pull,

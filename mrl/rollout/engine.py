@@ -297,8 +297,8 @@ class Engine:
             tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"
         }
         self.settle()
-        # Callers get their answers when the cache is back.
-        mode = "keep" if self.callers.num_inside else "abort"
+        # Callers get their answers when the cache is back, and rollouts go on.
+        mode = "keep" if self.callers.num_inside or self._unfinished else "abort"
         if "weights" in self._awake - wanted:
             # Level 2 drops the values of the weights, which the next refit writes, and all else with them.
             self.llm.sleep(level=2, mode=mode)

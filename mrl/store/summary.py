@@ -67,7 +67,7 @@ class Clock:
         self._work[name] = self._work.get(name, 0.0) + work_s
 
     def seconds(self, name: str) -> float:
-        return self._seconds[name]
+        return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
         hidden = {f"time/{name}_hidden": max(0.0, work_s - self._seconds[name]) for name, work_s in self._work.items()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import get_args
 
@@ -178,8 +179,8 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
 def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
     """Checks the needs of sampling ahead, dynamic sampling and validation."""
     grpo = config.rollouts
-    lag = grpo.async_grpo.max_lag_steps
-    if lag > 0 and config.policy.generation.colocated.enabled:
+    lag = grpo.max_lag_steps
+    if grpo.async_grpo.max_lag_steps > 0 and config.policy.generation.colocated.enabled:
         rule = (
             "engines that share their GPUs with the policy cannot sample while it trains "
             "(policy.generation.colocated.enabled=true)"
@@ -196,12 +197,52 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
             "that did not draw them"
         )
         problems.add("loss_fn.use_importance_sampling_correction", rule, "set it to true")
+    if grpo.takes_first:
+        _check_oversample(config, problems)
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         rule = "without grpo.use_dynamic_sampling=true a step asks for as many prompts as it trains on"
         problems.add("grpo.batch_multiplier", rule, "set it to 1, or the other to true")
     if grpo.stop_at_validation_metric == "pass_k" and grpo.val_num_generations_per_prompt < 2:
         rule = "grpo.val_num_generations_per_prompt=1 measures nothing but the accuracy"
         problems.add("grpo.stop_at_validation_metric", rule, "raise the latter to 2 or more, or use accuracy")
+
+
+def _check_oversample(config: RunConfig, problems: Problems) -> None:
+    """Checks that rollouts which a step leaves unfinished can go on in the next one."""
+    asked = config.grpo.num_prompts_per_batch
+    if config.grpo.num_prompts_under_way == asked:
+        least = math.ceil((asked + 1) / asked * 1000) / 1000
+        problems.add("grpo.oversample", f"of {asked} prompts it adds none", f"use {least:g} or more, or 1")
+    for key, is_right, why, way_out in (
+        ("algorithm", config.algorithm == "grpo", "other algorithms wait for all their prompts", "use grpo"),
+        (
+            "grpo.async_grpo.enabled",
+            not config.grpo.async_grpo.enabled,
+            "with engines that sample ahead a step finds its rollouts ready",
+            "set grpo.async_grpo.sample_freshest_first=true there",
+        ),
+        (
+            "policy.generation.colocated.enabled",
+            config.policy.generation.colocated.enabled or config.grpo.async_grpo.enabled,
+            "engines with GPUs of their own do not wait for the policy",
+            "set grpo.async_grpo.enabled=true there",
+        ),
+        (
+            "grpo.async_grpo.max_trajectory_age_steps",
+            config.grpo.async_grpo.max_trajectory_age_steps > 0,
+            "rollouts that go on are older than the weights that they train",
+            "use 1 or more",
+        ),
+        (
+            "env",
+            not config.env.has_agents,
+            "an agent would wait for its answer while the policy is trained",
+            "train agents with grpo.async_grpo.enabled=true",
+        ),
+    ):
+        if not is_right:
+            rule = f"it does not go with grpo.oversample={config.grpo.oversample:g}: {why}"
+            problems.add(key, rule, f"{way_out}, or set grpo.oversample=1", others=["grpo.oversample"])
 
 
 def check_early_stop(config: RunConfig, problems: Problems) -> None:

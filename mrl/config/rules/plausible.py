@@ -83,7 +83,7 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "loss_fn.use_importance_sampling_correction": (
         lambda config: (
             config.has_engines
-            and config.rollouts.async_grpo.max_lag_steps == 1
+            and config.rollouts.max_lag_steps == 1
             and not config.loss_fn.use_importance_sampling_correction
         ),
         "rollouts of one step before are trained as if the present weights had drawn them; "

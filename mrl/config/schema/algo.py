@@ -199,6 +199,13 @@ class GrpoConfig:
     the same reward; null = it only warns."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
+    oversample: Annotated[float, Range(1, 2)] = 1.0
+    """Prompts under way, in multiples of those a step asks for: it trains the first groups that are whole.
+
+    The others go on from their tokens with the next weights, up to `async_grpo.max_trajectory_age_steps` steps, so that
+    none is thrown away; each token keeps the logprob of its own weights. 1 = a step waits for all its prompts. Above 1
+    a run depends on how fast the machines are.
+    """
     seed: Count = 42
     """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
     async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)
@@ -206,6 +213,21 @@ class GrpoConfig:
     @property
     def num_prompts_per_batch(self) -> int:
         return int(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def takes_first(self) -> bool:
+        """Tells whether a step takes the first groups that are whole of more than it needs."""
+        return self.oversample > 1
+
+    @property
+    def max_lag_steps(self) -> int:
+        """Steps by which the weights of a rollout may be older than those it trains."""
+        return self.async_grpo.max_trajectory_age_steps if self.takes_first else self.async_grpo.max_lag_steps
+
+    @property
+    def num_prompts_under_way(self) -> int:
+        """Most prompts whose rollouts are sampled at once."""
+        return int(self.num_prompts_per_batch * (self.oversample * (1 + self.async_grpo.max_lag_steps)))
 
     @property
     def num_rollouts_per_step(self) -> int:

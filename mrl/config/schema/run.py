@@ -453,7 +453,7 @@ class RunConfig:
     def num_rollouts_at_once(self) -> int:
         """Rollouts of training, or of a validation whose number of rows is known, that may be under way together."""
         grpo = self.rollouts
-        trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
+        trained = grpo.num_prompts_under_way * grpo.num_generations_per_prompt
         return max(trained, (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt)
 
     @property

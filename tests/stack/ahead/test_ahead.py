@@ -62,16 +62,20 @@ def batch_of(policy, update_index: int) -> Update:
 
 def drift_from_start(update: Update) -> float:
     """Largest distance of the generator's logprobs from those transformers computes with the model folder's weights."""
-    model, drift = models.nemotron_h(), 0.0
+    return max(float(drift_T.max()) for drift_T in drifts_from_start(update))
+
+
+def drifts_from_start(update: Update) -> list[torch.Tensor]:
+    """That distance of each generated token, by sequence."""
+    model, drifts = models.nemotron_h(), []
     for row, _ in update:
         for start, length in zip(row.cu_seqlens.tolist(), row.lengths, strict=False):
             span = slice(start, start + length)
             with torch.no_grad():
                 logprobs_TV = torch.log_softmax(model(row.token_ids_T[None, span]).logits[0], dim=-1)
             found_T = logprobs_TV.gather(1, row.labels_T[span, None])[:, 0]
-            difference_T = (found_T - row.generator_logprobs_T[span])[row.generated_mask_T[span] > 0]
-            drift = max(drift, float(difference_T.abs().max()))
-    return drift
+            drifts.append((found_T - row.generator_logprobs_T[span])[row.generated_mask_T[span] > 0].abs())
+    return drifts
 
 
 def loss_by_hand(update: Update) -> float:
@@ -185,6 +189,35 @@ def test_rollouts_go_on_with_new_weights(tmp_path: Path, recomputes: str):
         assert mixed > 0
         trained = [key for keys in run.folder.ledger.state.trained.values() for key in keys]
         assert len(set(trained)) == 24
+
+
+def test_the_first_groups_are_trained_and_the_others_go_on_with_new_weights(tmp_path: Path):
+    keys = [
+        "policy.generation.colocated.enabled=true",
+        "grpo.async_grpo.enabled=false",
+        "grpo.oversample=2",
+        "policy.generation.max_new_tokens=1200",
+    ]
+    with running(tmp_path, *keys) as (run, state):
+        updates, under_way, left = kept_updates(run), set[str](), 0.0
+        for _ in range(4):
+            train_step(run, state)
+            assert state.metrics["train/max_trajectory_age"] <= 1
+            left += state.metrics["rollout/unfinished_groups"]
+            # None is asked for again: those under way are the engine's.
+            under_way |= {request.request_id for request in run.supplier.session.engines.book.unanswered()}
+        assert left > 0 and under_way
+        # The last steps ask for no more than they train.
+        assert not run.supplier.queue._asked and not run.folder.ledger.state.taken
+        trained = [key for keys in run.folder.ledger.state.trained.values() for key in keys]
+        assert len(trained) == len(set(trained)) == 16
+        assert drift_from_start(updates[0]) < 1e-4
+        # Transformers finds the beginnings of some drawn from the weights before the first update, and the rest not.
+        went_on = [drift_T for drift_T in drifts_from_start(updates[1]) if drift_T[0] < 1e-4 and drift_T.max() > 1e-3]
+        assert went_on
+        for drift_T in went_on:
+            num_old = int((drift_T < 1e-4).cumprod(0).sum())
+            assert (drift_T[num_old:] < 1e-4).float().mean() < 0.5
 
 
 def kill_during(run: Run[RolloutSupplier], fatal: Callable, pid: int) -> None:

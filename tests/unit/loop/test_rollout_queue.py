@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.prompts import load_prompts
-from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, open_queue
+from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, carried_metrics, open_queue
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -115,11 +115,19 @@ def plan(lag: int = 0, **other: int | bool | None) -> QueuePlan:
         num_generations=NUM_GENERATIONS,
         batch=2,
         max_batches=None,
+        under_way=99,
         lag=lag,
+        samples_ahead=lag > 0,
         waits_for_refit=lag > 0,
         freshest_first=False,
+        takes_first=False,
     )
     return replace(usual, **other)
+
+
+def first_of(under_way: int, lag: int) -> QueuePlan:
+    """Steps of two groups that take the first of so many."""
+    return plan(lag, under_way=under_way, samples_ahead=False, waits_for_refit=False, takes_first=True)
 
 
 def differs(group: RolloutGroup) -> bool:
@@ -208,6 +216,36 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
     # Drawn twice, taken once by the ledger.
     assert [key for key, _ in source.asked].count((0, "p0")) == 2
     assert "p0" in itertools.chain(*names(taken))
+
+
+def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledger: Ledger):
+    source = Groups({"p0": 9, "p1": 2, "p2": 3, "p3": 9, "p4": 1})
+    queue = queue_of(first_of(4, 1), source, ledger, prompts(6), SAMPLING, last_step=3)
+    queue.go_on(RunState(weight_version=1))
+    assert not source.asked  # the engines have no memory while the policy is trained
+    taken = run(queue, ledger, steps=3)
+    # p0 and p3 take nine ticks whatever a step does meanwhile: none is asked for twice.
+    assert names(taken) == [["p1", "p2"], ["p0", "p3"], ["p4", "p5"]]
+    assert ages(taken) == [[0, 0], [1, 1], [1, 1]] and source.now == 9
+    assert [one.metrics["rollout/unfinished_groups"] for one in taken] == [2, 0, 0]
+    assert sorted(source.asked) == [((0, f"p{i}"), 1 if i < 4 else 2) for i in range(6)]
+    assert not source.under_way and not replay(ledger.path).taken
+
+
+def test_the_length_of_rollouts_that_went_on_is_compared_with_that_of_the_others():
+    def group(name: str, version: int, lengths: Sequence[int]) -> RolloutGroup:
+        found = new_group(0, Prompt(name, (1,), "", "", "math"), version)
+        for i, length in enumerate(lengths):
+            found.note_sampled(RolloutInfo(f"0/{name}/{i}", name, i, version, 1, length, "stop", None))
+        return found
+
+    trained = [group("a", 4, (30, 50)), group("b", 5, (10, 14)), group("c", 5, (4, 12))]
+    left = [group("d", 5, (3,)), group("e", 5, (3, 4))]
+    assert carried_metrics(trained, left, 5) == {
+        "rollout/unfinished_groups": 1.0,
+        "rollout/carried_length_ratio": 4.0,
+    }
+    assert carried_metrics(trained[1:], left, 5) == {"rollout/unfinished_groups": 1.0}
 
 
 def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(
@@ -394,6 +432,7 @@ def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too
     lag=st.integers(0, 3),
     batch=st.integers(2, 5),
     freshest=st.booleans(),
+    first=st.booleans(),
     waits=st.booleans(),
     ticks=st.lists(st.integers(1, 12), min_size=30, max_size=30),
     same=st.sets(st.integers(0, 29)),
@@ -406,6 +445,7 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
     lag: int,
     batch: int,
     freshest: bool,
+    first: bool,
     waits: bool,
     ticks: list[int],
     same: set[int],
@@ -430,7 +470,14 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
             return group
 
         numbers = plan(
-            lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0
+            lag,
+            batch=batch,
+            under_way=2 * batch if first and lag > 0 else batch * (1 + lag),
+            max_batches=30,
+            samples_ahead=lag > 0 and not first,
+            freshest_first=freshest and lag > 0 and not first,
+            waits_for_refit=waits and lag > 0 and not first,
+            takes_first=first and lag > 0,
         )
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
         return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs, revive=revive)

@@ -18,6 +18,16 @@ def test_lag_is_a_number(workplace: Path):
     assert ahead.max_lag_steps == 4 and not ahead.keeps_kv_cache
 
 
+def test_a_step_that_takes_the_first_groups_has_more_under_way(workplace: Path):
+    config = load_config("grpo_tiny.yaml", ["grpo.oversample=1.5"])
+    plan = queue_plan(config)
+    assert (plan.batch, plan.under_way, plan.lag, plan.takes_first) == (32, 48, 1, True)
+    assert not plan.samples_ahead and not plan.waits_for_refit
+    assert config.num_rollouts_at_once == 48 * config.grpo.num_generations_per_prompt
+    ahead = load_config("grpo_tiny.yaml", [*AHEAD, "grpo.async_grpo.max_trajectory_age_steps=2"])
+    assert queue_plan(ahead).under_way == 3 * 32 and not queue_plan(ahead).takes_first
+
+
 def test_kv_caches_are_kept_only_in_flight(workplace: Path):
     flying = [*AHEAD, "grpo.async_grpo.in_flight_weight_updates=true"]
     assert load_config("grpo_tiny.yaml", flying).grpo.async_grpo.keeps_kv_cache

@@ -232,6 +232,13 @@ AHEAD & grpo.async_grpo.max_generation_failures=-1 -> out of range
 grpo.batch_multiplier=2 => grpo.batch_multiplier=2.0 -> without grpo.use_dynamic_sampling=true
 grpo.use_dynamic_sampling=true & grpo.batch_multiplier=0.5 -> out of range
 grpo.use_dynamic_sampling=true & grpo.dynamic_sampling_max_gen_batches=0 -> out of range
+grpo.oversample=1.5 & loss_fn.use_importance_sampling_correction=true -> fine
+grpo.oversample=2.5 -> out of range
+grpo.oversample=1.01 -> of 32 prompts it adds none -> use 1.032 or more
+grpo.oversample=1.5 & AHEAD => grpo.async_grpo.enabled=true -> it does not go with grpo.oversample=1.5 -> sample_freshest_first
+grpo.oversample=1.5 & grpo.async_grpo.max_trajectory_age_steps=0 -> older than the weights -> use 1 or more
+grpo.oversample=1.5 & policy.generation.colocated.enabled=false -> do not wait for the policy -> async_grpo.enabled=true
+grpo.oversample=1.5 & grpo.async_grpo.max_trajectory_age_steps=2 & UNCORRECTED -> =2 steps old -> set it to true
 GENERATION.val_temperature=-1 -> out of range
 grpo.stop_at_validation_threshold=0.9 & grpo.stop_at_validation_metric=pass_k -> val_num_generations_per_prompt=1 -> raise the latter
 # what is trained
