@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,6 +215,32 @@ def test_requests_under_way_are_dropped_with_the_cache_and_nothing_else(device: 
     engine.set_weight_version(2)
     enter(engine, memory, "generate")
     assert differences(before, run(engine, requests)) == []
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["plain", "ahead"], indirect=True)
+def test_rollouts_under_way_go_on_from_their_tokens(device: tuple[Engine, Device]):
+    engine, memory = device
+    weights = [parameter.detach().clone() for parameter in worker_of(engine).model_runner.model.parameters()]
+    for phase in ("load", "refit"):
+        enter(engine, memory, phase)
+    refit(engine, memory, weights, 1)
+    enter(engine, memory, "generate")
+    requests = random_requests(3, max_new_tokens=24)
+    before = run(engine, requests)
+    engine.add(requests)
+    for version in (2, 3):
+        for _ in range(6):
+            assert engine.step() == []
+        for phase in ("logprob", "train", "refit"):
+            enter(engine, memory, phase)
+        refit(engine, memory, weights, version)
+        enter(engine, memory, "generate")
+    after = run(engine, ())
+    assert [rollout.num_weight_versions for rollout in after.values()] == [3] * 3
+    assert {rollout.weight_version for rollout in after.values()} == {1}
+    for key, rollout in after.items():
+        assert rollout.token_ids.tolist() == before[key].token_ids.tolist()
+        np.testing.assert_allclose(rollout.generator_logprobs, before[key].generator_logprobs, rtol=0, atol=1e-5)
 
 
 def test_weights_wake_when_the_policy_has_made_room(device: tuple[Engine, Device], checkpoint: Callable[[int], Path]):
