@@ -342,10 +342,9 @@ class RolloutQueue:
 def carried_metrics(
     trained: Sequence[RolloutGroup], left: Sequence[RolloutGroup], weight_version: int
 ) -> dict[str, float]:
-    """What a step that takes the first groups leaves to the next ones, and how much longer rollouts are that were left.
+    """Measures how far a step that takes the first groups prefers short rollouts, and counts the groups that it leaves.
 
-    The mean length of rollouts that earlier steps began, over that of the others: above 1 by as much as a step prefers
-    short ones. All are trained, as none gets too old.
+    `carried_length_ratio` is the mean length of rollouts that earlier steps began, over that of the others.
     """
     carried, fresh = [], []
     for group in trained:

@@ -66,7 +66,7 @@ def drift_from_start(update: Update) -> float:
 
 
 def drifts_from_start(update: Update) -> list[torch.Tensor]:
-    """That distance of each generated token, by sequence."""
+    """Measures that distance for each generated token, by sequence."""
     model, drifts = models.nemotron_h(), []
     for row, _ in update:
         for start, length in zip(row.cu_seqlens.tolist(), row.lengths, strict=False):

@@ -126,7 +126,6 @@ def plan(lag: int = 0, **other: int | bool | None) -> QueuePlan:
 
 
 def first_of(under_way: int, lag: int) -> QueuePlan:
-    """Steps of two groups that take the first of so many."""
     return plan(lag, under_way=under_way, samples_ahead=False, waits_for_refit=False, takes_first=True)
 
 
@@ -224,7 +223,6 @@ def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledg
     queue.go_on(RunState(weight_version=1))
     assert not source.asked  # the engines have no memory while the policy is trained
     taken = run(queue, ledger, steps=3)
-    # p0 and p3 take nine ticks whatever a step does meanwhile: none is asked for twice.
     assert names(taken) == [["p1", "p2"], ["p0", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0], [1, 1], [1, 1]] and source.now == 9
     assert [one.metrics["rollout/unfinished_groups"] for one in taken] == [2, 0, 0]
@@ -233,18 +231,14 @@ def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledg
 
 
 def test_the_length_of_rollouts_that_went_on_is_compared_with_that_of_the_others():
-    def group(name: str, version: int, lengths: Sequence[int]) -> RolloutGroup:
-        found = new_group(0, Prompt(name, (1,), "", "", "math"), version)
+    def group(version: int, *lengths: int) -> RolloutGroup:
+        found = new_group(0, Prompt("p", (1,), "", "", "math"), version)
         for i, length in enumerate(lengths):
-            found.note_sampled(RolloutInfo(f"0/{name}/{i}", name, i, version, 1, length, "stop", None))
+            found.note_sampled(RolloutInfo(f"0/p/{i}", "p", i, version, 1, length, "stop", None))
         return found
 
-    trained = [group("a", 4, (30, 50)), group("b", 5, (10, 14)), group("c", 5, (4, 12))]
-    left = [group("d", 5, (3,)), group("e", 5, (3, 4))]
-    assert carried_metrics(trained, left, 5) == {
-        "rollout/unfinished_groups": 1.0,
-        "rollout/carried_length_ratio": 4.0,
-    }
+    trained, left = [group(4, 30, 50), group(5, 10, 14), group(5, 4, 12)], [group(5, 3), group(5, 3, 4)]
+    assert list(carried_metrics(trained, left, 5).values()) == [1.0, 4.0]
     assert carried_metrics(trained[1:], left, 5) == {"rollout/unfinished_groups": 1.0}
 
 
