@@ -42,11 +42,7 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     generation = config.policy.generation
     if not (config.has_engines and generation.vllm_cfg.is_fp8):
         return
-    form, tp = form_of(generation, model), generation.vllm_cfg.tensor_parallel_size
-    if form != "fp8_per_block":
-        if tp > 1:
-            rule = f"engines of {tp} workers that agree on the scales of {form} are not built"
-            problems.add(f"{_ENGINE}.tensor_parallel_size", rule, "set it to 1, or use fp8_per_block where it fits")
+    if form_of(generation, model) != "fp8_per_block":
         return
     if not has_whole_blocks(generation, model):
         rule = (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
+from conversion.families.common import VllmParallel
 from conversion.files.hf_folder import read_config
 from mrl.config.fp8 import FORMS, kept_layers, quantised_bytes
 from mrl.config.model import sizes_of
@@ -98,6 +99,17 @@ def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path,
     fresh.set_weight_version(0)
     assert fresh.live_digest() == refitted
     assert differences(run(fresh, REQUESTS), rollouts) == []
+
+
+def test_workers_agree_on_scales(start_engine: StartEngine, tmp_path: Path) -> None:
+    loaded = models.save_model(tmp_path, "qwen3_moe", 0)
+    engine = start_engine(loaded, precision="fp8", quantization="fp8_per_channel", tensor_parallel_size=2)
+    before = engine.live_digest()
+    trainer = Trainer(loaded, VllmParallel(tp=2), precision="bfloat16", live=engine.tensor_dtypes())
+    engine.enter("load")
+    engine.prepare_refit(trainer.workers())
+    refit(engine, trainer, version=1)
+    assert engine.live_digest() == before
 
 
 def _check_casts(engine: Engine, form: str) -> None:
