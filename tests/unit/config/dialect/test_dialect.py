@@ -157,7 +157,7 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
         ("policy.generation.backend", "megatron"),
         (f"{engine}.is_mx", "true"),
         (f"{engine}.kv_cache_dtype", "fp8"),
-        (f"{megatron}.fp8_cfg.enabled", "true"),
+        (f"{megatron}.first_last_layers_bf16", "true"),
         ("policy.quant_cfg", "nvfp4.yaml"),
         ("policy.generation.quant_cfg", "nvfp4.yaml"),
     ]:

@@ -53,6 +53,8 @@ OTHERS = [
     # config, override, part of the doubt, what it needs beside; the first rule is that of NeMo RL's single controller
     ("grpo_tiny.yaml", "loss_fn.use_importance_sampling_correction=false", "as if the present weights had drawn them",
      ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]),
+    ("grpo_tiny.yaml", "policy.generation.vllm_cfg.precision=fp8", "rounded to FP8",
+     ["loss_fn.use_importance_sampling_correction=false"]),
     ("ppo_tiny.yaml", "ppo.policy_training_start_step=100", "only the critic learns",
      ["value.megatron_cfg.num_layers_in_first_pipeline_stage=4"]),
     ("distillation_tiny.yaml", "distillation.topk_logits_k=1", "the loss is 0 and nothing is learned", []),
