@@ -19,6 +19,7 @@ from mrl.cluster.calls import Actors, answered
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.scheduling import ENGINE, JUDGE
+from mrl.config.texts import rounded
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -171,4 +172,4 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             async with asyncio.timeout(limit_s):
                 return await answered(reference, actor=self.name(index), what=what)
         except TimeoutError:
-            raise ActorLost(self.name(index), what, f"it gave no sign of life for {limit_s:g} s") from None
+            raise ActorLost(self.name(index), what, f"it gave no sign of life for {rounded(limit_s or 0)} s") from None
