@@ -317,7 +317,7 @@ def rehearsal(shape: Shape, folder: Path, processes: list) -> Iterator[Rehearsal
     def start_actor(actor_class: type, options: Mapping[str, object], *arguments: object) -> Handle:
         kind = actor_class.__name__
         numbers[kind] += 1
-        return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls, silent)
+        return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls, silent)  # pyright: ignore[reportArgumentType]
 
     @contextmanager
     def placed_slots(config: RunConfig, log_folder: Path) -> Iterator[Slots]:
