@@ -52,8 +52,8 @@ MODELS: dict[str, dict[str, object]] = {
     "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
     "Qwen/Qwen3-30B-A3B-Thinking-2507": _QWEN3_30B | {"max_position_embeddings": 262144, "rope_theta": 10000000},
 } | {model: group["config"] for group in json.loads((_MODELS / "hub.json").read_text()) for model in group["ids"]}
-"""Id on the Hugging Face Hub -> what of its config.json says its sizes. "origin" names a public copy of the file:
-repository, commit and path.
+"""Id on the Hugging Face Hub -> what of its config.json says its sizes. "origin" names the public files that they were
+taken from: repository, commit and path.
 """
 
 # "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
