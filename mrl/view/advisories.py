@@ -25,8 +25,8 @@ WINDOW = 100
 NUM_STEPS_FLAT = 20
 MIN_STEPS_HACKED, MIN_VALIDATIONS = 40, 3
 """Steps, and validations in either half of them, without which nothing is said of reward hacking."""
-CLEAR_RISE = 3.0
-"""Standard errors by which a mean has surely moved."""
+CLEAR_RISE, LIKELY_RISE = 3.0, 1.0
+"""Standard errors by which a mean has surely, or more likely than not, moved."""
 NUM_STEPS_WAITING = 20
 SOLVED_REWARD = 0.95
 SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
@@ -156,24 +156,31 @@ def _times_as_long(rows: Sequence[Row], _: Facts) -> float | None:
     return max(old, new) / min(old, new) if min(old, new) > 0 else None
 
 
-def _moved(name: str) -> Measure:
-    """Measures how far the mean of a share has moved from the older half of the rows to the newer one."""
+def _moved(name: str, *, only_up: bool = False) -> Measure:
+    """Measures how far the mean of a share has moved, or risen, from the older half of the rows to the newer one."""
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
         old, new = _halves(rows, name)
-        return abs(statistics.fmean(new) - statistics.fmean(old)) if old and new else None
+        if not (old and new):
+            return None
+        moved = statistics.fmean(new) - statistics.fmean(old)
+        return moved if only_up else abs(moved)
 
     return measure
 
 
 def _while_reward_rises(measure: Measure) -> Measure:
-    """Measures only where the reward rises by more than `CLEAR_RISE`, and held-out rewards, if measured, do not."""
+    """Measures only where the reward rises by more than `CLEAR_RISE`, and held-out rewards, if measured, do not.
+
+    Where held-out rewards are measured, waits until either half has `MIN_VALIDATIONS` of them.
+    """
 
     def guarded(rows: Sequence[Row], facts: Facts) -> float | None:
         rise = _rise(rows, "train/reward", MIN_STEPS_HACKED // 2)
         held_out = _rise(rows, "val/accuracy", MIN_VALIDATIONS)
-        is_real = held_out is not None and held_out > CLEAR_RISE
-        return measure(rows, facts) if rise is not None and rise > CLEAR_RISE and not is_real else None
+        is_known = held_out is not None or not _values(rows, "val/accuracy", WINDOW)
+        is_real = held_out is not None and held_out > LIKELY_RISE
+        return measure(rows, facts) if rise is not None and rise > CLEAR_RISE and is_known and not is_real else None
 
     return guarded
 
@@ -224,14 +231,16 @@ RULES = (
     Advice("hacked_held_out", "look", f"reward rises over {WINDOW} steps; held-out rewards fell, in standard errors,",
            _while_reward_rises(_held_out_fall), CLEAR_RISE,
            "the policy games the reward, or learns the prompts by heart", _HACKED),
-    Advice("hacked_length", "look", "reward rises, held-out rewards do not; replies are longer or shorter, times,",
+    Advice("hacked_length", "look",
+           "reward rises, held-out rewards are not seen to; replies are longer or shorter, times,",
            _while_reward_rises(_times_as_long), 1.5, "the reward pays for length", f"{_HACKED}; grpo.reward_shaping"),
-    Advice("hacked_truncated", "look", "reward rises, held-out rewards do not; truncated share moved by",
-           _while_reward_rises(_moved("rollout/truncated_fraction")), 0.1, "the reward pays for length",
+    Advice("hacked_truncated", "look", "reward rises, held-out rewards are not seen to; truncated share rose by",
+           _while_reward_rises(_moved("rollout/truncated_fraction", only_up=True)), 0.1, "the reward pays for length",
            f"{_HACKED}; grpo.overlong_filtering"),
-    Advice("hacked_repetition", "look", "reward rises, held-out rewards do not; repetitive share moved by",
-           _while_reward_rises(_moved("rollout/repetitive_fraction")), 0.1, "the reward pays for repetitions", _HACKED),
-    Advice("hacked_language", "look", "reward rises, held-out rewards do not; share beyond ASCII moved by",
+    Advice("hacked_repetition", "look", "reward rises, held-out rewards are not seen to; repetitive share rose by",
+           _while_reward_rises(_moved("rollout/repetitive_fraction", only_up=True)), 0.1,
+           "the reward pays for repetitions", _HACKED),
+    Advice("hacked_language", "look", "reward rises, held-out rewards are not seen to; share beyond ASCII moved by",
            _while_reward_rises(_moved("rollout/non_ascii_fraction")), 0.1, "replies change their language", _HACKED),
     Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before",
            _growth_of_generation, 1.3,

@@ -93,6 +93,17 @@ def test_hacking_needs_a_rising_reward_without_a_rising_held_out_one():
     assert keys(falling) == []
 
 
+@pytest.mark.parametrize("name", ["rollout__truncated_fraction", "rollout__repetitive_fraction"])
+def test_a_policy_that_learns_to_end_is_not_accused(name: str):
+    assert keys(gamed({name: 0.02}, {name: 0.19})) == []
+
+
+def test_hacking_waits_for_validations_if_there_are_any():
+    rows = gamed(dict(rollout__mean_length=200.0), dict(rollout__mean_length=100.0))
+    few: list[Row] = [{**each, **({"val/accuracy": 0.3} if i % 25 == 24 else {})} for i, each in enumerate(rows)]
+    assert keys(rows) == ["hacked_length"] and keys(few) == []
+
+
 def test_a_rise_is_counted_in_standard_errors():
     # Means 2 and 8, and variance 1 in both halves of three.
     rows = [{"train/reward": value} for value in (1.0, 2.0, 3.0, 7.0, 8.0, 9.0)]
