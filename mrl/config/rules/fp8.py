@@ -75,3 +75,6 @@ def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         for rule, is_broken in rules.items():
             if is_broken:
                 problems.add(f"{at}.{name}", rule, ways[name])
+    if section.megatron_cfg.first_last_layers_bf16:
+        rule = "training in FP8 with the first and last layers in bfloat16 is not built"
+        problems.add(f"{problems.at}megatron_cfg.first_last_layers_bf16", rule, "set it to false")

@@ -190,6 +190,10 @@ class MegatronConfig:
     TF32 in float32.
     """
     fp8_cfg: Fp8Config = field(default_factory=Fp8Config)
+    first_last_layers_bf16: bool = False
+    """Compute the first and last layers in bfloat16 beside `fp8_cfg.enabled`. Refused there; without it nothing is in
+    FP8.
+    """
     tune_kernels: bool = False
     """Let mamba_ssm time the configurations of its kernels on GPUs: minutes at each start, and a resumed run may round
     otherwise.

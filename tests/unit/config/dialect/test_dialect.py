@@ -152,12 +152,11 @@ def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], l
 
 
 def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]):
-    engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
+    engine = "policy.generation.vllm_cfg"
     for key, value in [
         ("policy.generation.backend", "megatron"),
         (f"{engine}.is_mx", "true"),
         (f"{engine}.kv_cache_dtype", "fp8"),
-        (f"{megatron}.first_last_layers_bf16", "true"),
         ("policy.quant_cfg", "nvfp4.yaml"),
         ("policy.generation.quant_cfg", "nvfp4.yaml"),
     ]:

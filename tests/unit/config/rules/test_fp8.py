@@ -10,6 +10,7 @@ from conversion.families.registry import family
 from mrl.config.fp8 import form_of, kept_layers, quantised_bytes
 from mrl.config.load import load_config
 from mrl.config.model import sizes_of
+from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.plan.facts import PlanModel
@@ -84,11 +85,25 @@ def test_the_plan_counts_values_scales_and_the_largest_layer():
     assert saved == 48 * (experts + attention) * (1 - 4 / 16384)
 
 
+def test_keys_of_fp8_say_nothing_without_it():
+    """NeMo RL's files have them, null or not, beside `fp8_cfg.enabled=false`."""
+    config = load_config("grpo_tiny.yaml")
+    engine = ("num_first_layers_in_bf16", "num_last_layers_in_bf16", "use_deep_gemm")
+    keys = [f"{MEGATRON}.fp8_cfg.{name}" for name in ("enabled", "fp8", "fp8_recipe", "fp8_param")]
+    nulls = [f"{key}=null" for key in (*keys, *(f"{ENGINE}.{name}" for name in engine))]
+    assert load_config("grpo_tiny.yaml", nulls).policy == config.policy
+    given = [f"{MEGATRON}.first_last_layers_bf16=true", f"{MEGATRON}.num_layers_at_start_in_bf16=1"]
+    assert find_problems(load_config("grpo_tiny.yaml", given)) == []
+
+
 def test_what_no_host_has_is_refused():
     from mrl.check import examine
 
     settings = {"enabled": "true", "fp8_recipe": "delayed", "fp8_param": "true"}
     given = [f"{MEGATRON}.fp8_cfg.{key}={value}" for key, value in settings.items()]
+    given.append(f"{MEGATRON}.first_last_layers_bf16=true")
     said = " ".join(map(str, examine(ROOT / "configs/grpo_tiny.yaml", given).refused))
+    layers = "with the first and last layers in bfloat16 is not built"
     for rule in ("only Transformer Engine computes in FP8", "no checkpoint keeps them", "want the weights as they are"):
         assert rule in said
+    assert layers in said
