@@ -26,6 +26,9 @@ def writes(response):
     open("/tmp/mrl_reward_writes", "w")
 
 def graded(response, grade): ...
+
+def lengthy(response):
+    return len(response)
 """
 DEEP_LINE = 1 + MODULE.splitlines().index('    return {"5": 1.0}[response]')
 
@@ -70,6 +73,15 @@ def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest
         and "mrl/envs" not in said
     )
     assert "2 of 2 replies have no reward" in said
+
+
+def test_rows_without_answers_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"question": "2+3=", "solution": "5"}\n')
+    assert run(folder, "lengthy") == 0
+    assert "Only empty replies were judged, as no row has an answer" in capfd.readouterr().out
+    assert run(folder, "lengthy", "data.train.output_key=solution") == 0
+    said = capfd.readouterr().out
+    assert "rows:1  5 " in said and "Only empty replies" not in said
 
 
 def test_rows_beyond_the_first_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]):
