@@ -26,11 +26,12 @@ class LacksColumns(RowError):
 
     def __init__(self, path: str, missing: list[str], columns: Iterable[str], *, has_answer: bool) -> None:
         self.path, self.missing, self.columns = path, missing, list(columns)
+        elsewhere = "" if has_answer else ", name the column of the answers in data.train.output_key"
         super().__init__(
             f"{path} takes {', '.join(missing)}, and the row has no such "
-            f"column{'' if has_answer else ', and no answer'}; beside question and answer it has "
-            f"{', '.join(self.columns) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}; "
-            "rename the parameter, or give it a default"
+            f"column{'' if has_answer else ', and no answer'}; beside its question{' and answer' * has_answer} it has "
+            f"{', '.join(self.columns) or 'none'}; complete the row{elsewhere}, rename the parameter, or give it "
+            "a default"
         )
 
 

@@ -400,12 +400,15 @@ def test_a_reward_s_parameter_is_a_column_of_every_row(
     )
     common = ["data.validation=null", "data.default.env_name=mine"]
     with pytest.raises(
-        ValueError, match=r"train.jsonl:2: .*graded takes level, and the row has no such column; .* it has none"
+        ValueError,
+        match=r"train.jsonl:2: .*graded takes level, and the row has no such column; .* it has none; complete",
     ):
         load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:graded"))
     assert (
         len(load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:ungraded")).train) == 2
     )
     write(tmp_path / "train.jsonl", [{"question": "1+1", "level": 1}])
-    with pytest.raises(ValueError, match="graded takes solution, and the row has no such column, and no answer"):
+    with pytest.raises(
+        ValueError, match="graded takes solution, and the row has no such column, and no answer; .*output_key"
+    ):
         load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:graded"))
