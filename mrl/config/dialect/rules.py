@@ -365,11 +365,15 @@ def _optimizer(found: Translation) -> None:
             found.refuse(SCHEDULER, setting, rule, f"set it to null and write {found.name(MEGATRON)}.scheduler")
             return
         scheduler, end = scheduler | changed, end if last is None else last
+    source = SCHEDULER if schedule else f"{OPTIMIZER}.name"
     for part, value in scheduler.items():
-        found.set(SCHEDULER, setting, f"{MEGATRON}.scheduler.{part}", value)
-    found.set(SCHEDULER, setting, f"{MEGATRON}.optimizer.min_lr", end)
-    values = ", ".join(f"{part}={value}" for part, value in scheduler.items())
-    found.lines.append(f"{found.name(SCHEDULER)} ({setting.origin}) -> {found.name(MEGATRON)}.scheduler: {values}")
+        found.set(source, setting, f"{MEGATRON}.scheduler.{part}", value)
+    found.set(source, setting, f"{MEGATRON}.optimizer.min_lr", end)
+    values = ", ".join(
+        f"{part}={f'{value:g}' if isinstance(value, float) else value}" for part, value in scheduler.items()
+    )
+    alone = "" if schedule else f", without {found.name(SCHEDULER)}"
+    found.lines.append(f"{found.name(source)} ({setting.origin}){alone} -> {found.name(MEGATRON)}.scheduler: {values}")
 
 
 def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:

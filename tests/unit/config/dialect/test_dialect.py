@@ -336,6 +336,22 @@ def test_a_torch_optimizer_and_its_schedule_are_translated():
     )
 
 
+def test_the_line_about_a_schedule_names_a_key_of_the_file(tmp_path: Path):
+    path = tmp_path / "torch.yaml"
+    warmup = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 9}}"
+    for written, said in (
+        ("", "policy.optimizer.name (torch.yaml:3), without policy.scheduler -> policy.megatron_cfg.scheduler: "),
+        (f", scheduler: {warmup}", "policy.scheduler (torch.yaml:3) -> policy.megatron_cfg.scheduler: "),
+    ):
+        optimizer = "{name: torch.optim.AdamW, kwargs: {lr: 5.0e-6}}"
+        path.write_text(
+            f"data: {{train: {{data_path: d}}}}\npolicy:\n  {{model_name: m, optimizer: {optimizer}{written}}}\n"
+        )
+        (line,) = [line for line in load_run(path, [])[1].translated if "megatron_cfg.scheduler:" in line]
+        assert line.startswith(said)
+    assert line.endswith("lr_warmup_iters=9, lr_warmup_init=5e-07")
+
+
 @pytest.mark.parametrize(
     ("phase", "expected"),
     [
