@@ -32,7 +32,7 @@ from mrl.description import ROWS, ROWS_OF_EVALUATION, ROWS_OF_TRAINING
 from mrl.gpus import find_fault, host_gpus
 from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
-from mrl.plan.hardware import GPUS, Gpu, local_gpu, local_memory
+from mrl.plan.hardware import GPUS, Gpu, full_name, local_gpu, local_memory
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run
 
@@ -93,7 +93,10 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too"
     )
     parser.add_argument(
-        GPU, choices=GPUS, help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)"
+        GPU,
+        type=full_name,
+        choices=GPUS,
+        help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)",
     )
     parser.add_argument(JSON, action="store_true", help=f"with {OPTION}: print problems as JSON, all else to stderr")
     options = parser.parse_intermixed_args(arguments)

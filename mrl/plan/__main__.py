@@ -18,7 +18,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.secrets import run_entry, start_logging
-from mrl.plan.hardware import GIB, GPUS
+from mrl.plan.hardware import GIB, GPUS, full_name
 from mrl.plan.longest_rows import describe_longest
 from mrl.plan.plan import (
     NUM_BEST,
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "words", nargs="+", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
     )
-    parser.add_argument("--gpu", choices=GPUS, default="h100-80g", help="the GPU of all nodes (default: %(default)s)")
+    parser.add_argument(
+        "--gpu", type=full_name, choices=GPUS, default="h100-80g", help="the GPU of all nodes (default: %(default)s)"
+    )
     parser.add_argument(
         "--mean-tokens",
         type=float,

@@ -48,6 +48,12 @@ GPUS = {
 }
 
 
+def full_name(given: str) -> str:
+    """The name of the one GPU that begins with this word, as h100; `given` itself where none or several do."""
+    found = [name for name in GPUS if name.partition("-")[0] == given.lower()]
+    return found[0] if len(found) == 1 else given
+
+
 @dataclass(frozen=True)
 class NodeKind:
     """One kind of node that a cloud rents out."""
