@@ -42,13 +42,17 @@ from mrl.view.run_data import (
 RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """Metrics of a run's result; the first that it has counts."""
 NOTHING = "-"
+RESULTS_FOLDER = Path("results")
+"""Folder of the packaged configs' runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words.pop(0) if words[:1] in (["show"], ["compare"]) else "list"
     parser = argparse.ArgumentParser(
-        prog="mrl.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mrl.runs" if command == "list" else f"mrl.runs {command}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "folders",
@@ -57,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="default: results",
     )
-    folders = parser.parse_args(words).folders or [Path("results")]
+    folders = parser.parse_args(words).folders or [RESULTS_FOLDER]
     found = [folder for given in folders for folder in runs_in(given)]
     if command != "list" and found != folders:
+        lacking = [folder for folder in folders if folder not in found]
+        near = [str(RESULTS_FOLDER / folder) for folder in lacking if _is_run(RESULTS_FOLDER / folder)]
         parser.error(
-            f"no run in {', '.join(str(folder) for folder in folders if folder not in found)}: it has no "
-            "config.yaml and metrics"
+            f"no run in {', '.join(map(str, lacking))}: it has no config.yaml and metrics"
+            + (f"; there is {', '.join(near)}" if near else "")
         )
     if not found:
         parser.error(

@@ -127,6 +127,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert caught.value.code == 2 and ("no run" in (error := capsys.readouterr().err) or "required" in error)
 
 
+def test_a_run_of_this_name_in_results_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    run(Path("results/mine"), 1e-3, losses=(1.0,), accuracy=0.5)
+    with pytest.raises(SystemExit):
+        main(["show", "mine"])
+    assert "no run in mine: it has no config.yaml and metrics; there is results/mine" in capsys.readouterr().err
+
+
 def test_runs_that_cannot_be_read_are_in_the_way_of_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     odd = run(tmp_path / "odd", 0.001, losses=(2.0, 1.5), accuracy=0.5)
     with (odd / "metrics.jsonl").open("a") as file:
