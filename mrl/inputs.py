@@ -299,7 +299,9 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
             _look_at_agents_row(name, row, config, look)
             continue
         if row.env_name not in BUILT_IN:
-            look.unseen.append(f"{name}: what the environment {row.env_name} makes of replies")
+            path = config.env.own.functions.get(row.env_name)
+            trial = f"; `python -m mrl.reward {path} ROWS` tries it" if path else ""
+            look.unseen.append(f"{name}: what the environment {row.env_name} makes of replies{trial}")
             continue
         if row.env_name not in scores:
             scores[row.env_name] = _score(row.env_name, config, look)

@@ -323,6 +323,15 @@ def test_strict_reads_every_row(workplace: Path):
     assert f"{TRAIN}:1235: no key expected_answer or answer" in refused
 
 
+def test_what_tries_a_reward_of_ones_own_is_named(workplace: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(workplace))
+    Path("tried_reward.py").write_text("def judge(response): ...\n")
+    own = ["++env.own.functions.mine=tried_reward:judge", "data.default.env_name=mine"]
+    TRAIN.write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
+    said = f"data.train.data_path={TRAIN}: what the environment mine makes of replies; `python -m mrl.reward "
+    assert f"{said}tried_reward:judge ROWS` tries it" in check.examine("grpo_tiny.yaml", own).unseen
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
