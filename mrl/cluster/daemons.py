@@ -9,7 +9,7 @@ import resource
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,11 +207,11 @@ def _loopback_error() -> str:
     return ""
 
 
-def last_words(folder: Path) -> str:
+def last_words(folder: Path, earlier: Collection[int] = ()) -> str:
     """The last errors in the logs of Ray's daemons, and the signals that ended them, for a message; "" if there are
     none.
 
-    `folder` is the one that Ray was told to use.
+    `folder` is the one that Ray was told to use, `earlier` are processes that have ended before, which count as silent.
     """
     said = dict[str, str]()
     for path in sorted(path for log in LOGS for path in (folder / "session_latest" / "logs").glob(f"{log}.*")):
@@ -222,7 +222,8 @@ def last_words(folder: Path) -> str:
             if line := _last_error(lines):
                 said.setdefault(line, path.name)
     words = [f"{name}: {line}" for line, name in said.items()]
-    return "; ".join([*_ended_children(), *words][:MAX_WORDS])
+    ended = [line for pid, line in ended_children().items() if pid not in earlier]
+    return "; ".join([*ended, *words][:MAX_WORDS])
 
 
 def _last_error(lines: list[str]) -> str:
@@ -233,12 +234,14 @@ def _last_error(lines: list[str]) -> str:
     return next(iter([*raised[:1], *logged[-1:]]), "").strip()[:MAX_LINE]
 
 
-def _ended_children() -> Iterator[str]:
+def ended_children() -> dict[int, str]:
     """Children of this process that a signal has ended, and nobody has asked for; see proc(5)."""
+    found = dict[int, str]()
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text(encoding="ascii").split():
             with suppress(OSError, ValueError):  # it is gone, or a signal without a name
                 head, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
                 fields = rest.split()
                 if fields[0] == "Z" and (number := int(fields[-1]) & 0x7F):
-                    yield f"{head.partition('(')[2]} was ended by {signal.Signals(number).name}"
+                    found[int(pid)] = f"{head.partition('(')[2]} was ended by {signal.Signals(number).name}"
+    return found

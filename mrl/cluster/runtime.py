@@ -29,7 +29,7 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
 from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
-from mrl.cluster.daemons import OBJECT_STORE_BYTES, last_words
+from mrl.cluster.daemons import OBJECT_STORE_BYTES, ended_children, last_words
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
@@ -145,6 +145,7 @@ def start_ray(config: RunConfig, folder: Path) -> None:
     for name, unit in RAY_LIMITS.items():
         os.environ.setdefault(name, str(round(limit_s * unit)))
     for start, share in enumerate(STARTS, 1):
+        killed = ended_children()  # those of the try before, which this process has killed itself
         try:
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be
             # placed.
@@ -164,7 +165,7 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             return
         except (Exception, SystemExit) as error:  # Ray raises Exception itself where a daemon is late
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
-            if said := last_words(folder / RAY_FOLDER):
+            if said := last_words(folder / RAY_FOLDER, killed):
                 reason += f" ({said})"
             kill_processes(str(folder))
             if start == len(STARTS):
@@ -172,7 +173,7 @@ def start_ray(config: RunConfig, folder: Path) -> None:
                     f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
                     "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
                 ) from error
-            logger.warning("Ray has not started (%s); trying again", reason)
+            logger.warning("Ray has not started (%s); this host has %s; trying again", reason, read_capacity())
             # Behind a start that hangs, which ends with the processes that it waits for; if it does not, the next try
             # says so.
             with suppress(TimeoutError):

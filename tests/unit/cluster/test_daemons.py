@@ -147,3 +147,4 @@ def test_the_signal_that_ended_a_daemon_is_named(tmp_path: Path):
         daemon.send_signal(signal.SIGXFSZ)
         wait_until(lambda: last_words(tmp_path) != "", "end of the daemon")
         assert last_words(tmp_path) == "sleep was ended by SIGXFSZ"
+        assert last_words(tmp_path, [daemon.pid]) == ""

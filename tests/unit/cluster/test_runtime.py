@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ SHARE_S = 0.5
 
 
 @pytest.mark.parametrize("num_hanging", [1, 3])
-def test_a_start_that_hangs_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_hanging: int):
+def test_a_start_that_hangs_leaves_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, num_hanging: int
+):
     """A start of Ray that waits for a daemon goes on when that has been killed."""
     killed, calls = threading.Semaphore(0), list[str]()
 
@@ -47,3 +50,4 @@ def test_a_start_that_hangs_leaves_time_for_the_next(monkeypatch: pytest.MonkeyP
     else:
         runtime.start_ray(config, tmp_path)
         assert calls[:3] == ["init", "shutdown", "init"]
+    assert re.search(r"Ray has not started \(.*\); this host has .* cores.*; trying again", caplog.text)
