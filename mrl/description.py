@@ -225,7 +225,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "checkpoints": _checkpoints,
     "logs": lambda config: config.logger.log_dir,
     "deadlines": lambda config: "\n".join(
-        ["if one is missed, the run hangs: it ends, and the same command resumes", *map(str, all_deadlines(config))]
+        ["a run that misses one counts as hanging: mrl ends it, and the same command resumes", *map(str, all_deadlines(config))]
     ),
 }
 """Line of the report -> what it says of a run."""
