@@ -225,7 +225,10 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "checkpoints": _checkpoints,
     "logs": lambda config: config.logger.log_dir,
     "deadlines": lambda config: "\n".join(
-        ["a run that misses one counts as hanging: mrl ends it, and the same command resumes", *map(str, all_deadlines(config))]
+        [
+            "a run that misses one counts as hanging: mrl ends it, and the same command resumes",
+            *map(str, all_deadlines(config)),
+        ]
     ),
 }
 """Line of the report -> what it says of a run."""

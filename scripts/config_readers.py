@@ -17,7 +17,7 @@ from mrl.config.schema.keys import KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Product code calls these to read a section; a read in them counts as a read of the caller.
-ACCESSORS = ("mrl.config.schema", "mrl.config.rules.data")
+ACCESSORS = ("mrl.config.schema", "mrl.config.rules.data", "mrl.config.fp8")
 # They check and print keys, which changes nothing in a run.
 NOT_PRODUCT = ("mrl.config", "mrl.check", "mrl.plan")
 LIMITS = "mrl.plan.deadlines"

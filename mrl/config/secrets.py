@@ -214,7 +214,7 @@ def redact_command(words: Sequence[str], secrets: AbstractSet[str] = frozenset()
         name = key.lstrip("+~")
         if is_override and (env.is_hidden(name, value) or f"{env.VARIABLES_KEY}:" in word):
             shown.append(f"{key}={REDACTED}")
-        elif not (before in ("", "-m") or _PUBLIC_WORD.fullmatch(word) or Path(word).is_file()):
+        elif not (before in ("", "-m") or _PUBLIC_WORD.fullmatch(word) or os.path.isfile(word)):
             shown.append(f"{key}={REDACTED}" if is_override else REDACTED)
         else:
             shown.append(redact_text(word, secrets))

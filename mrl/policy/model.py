@@ -211,7 +211,8 @@ def _fp8_arguments(megatron: MegatronConfig) -> dict[str, object]:
     return dict(
         fp8=megatron.fp8_cfg.fp8,
         fp8_recipe=megatron.fp8_cfg.fp8_recipe,
-        fp8_param=False,
+        fp8_param=megatron.fp8_cfg.fp8_param,
+        first_last_layers_bf16=megatron.first_last_layers_bf16,
         # Megatron's layers keep the FP8 weights of their first pass for all later ones, until a training loop of its
         # own tells them of a new step: those here would go on with the weights of before.
         disable_parameter_transpose_cache=True,

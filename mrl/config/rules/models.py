@@ -15,7 +15,7 @@ from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, sto
 from conversion.files.hf_weights import has_output_alone
 from mrl.config.errors import Problem, Problems, prefix_of
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, overridden_config, read_model
-from mrl.config.rules import algorithms, layout, training
+from mrl.config.rules import algorithms, fp8, layout, training
 from mrl.config.rules.tokens import check_tokens
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -39,6 +39,7 @@ TRAINED_RULES: dict[str, Check] = {
 MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_trainer,
     "dispatch to experts": training.check_dispatch,
+    "training in FP8": fp8.check_training,
 }
 TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
     "recomputing": training.check_recomputing,
