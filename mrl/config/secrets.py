@@ -160,6 +160,11 @@ _PUBLIC_WORD = re.compile(
 )
 """Words of a command that tell nothing but options, numbers, files of code and configs, and config keys."""
 
+_OF_MODELS = frozenset(("chat_template", "system_prompt", "stop_strings"))
+"""Keys whose texts the model reads or writes: `one token: the letter`, `{% set x_token = y %}`. A saved config that
+changed them would replay and evaluate another run.
+"""
+
 _WORD = re.compile(r"[A-Z]?[a-z]{0,10}|[A-Z]{0,11}")
 """A word, which other texts have, too: hidden as the value of a variable, and not wherever it is said."""
 
@@ -189,14 +194,19 @@ def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = ""
         return {name: redact(inner, secrets, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, secrets, key) for inner in value]
+    if isinstance(value, str) and key.rpartition(".")[2] in _OF_MODELS:
+        return without_tokens(_without_known(value, secrets), REDACTED)
     return redact_text(REDACTED if env.is_hidden(key, value) else value, secrets) if isinstance(value, str) else value
+
+
+def _without_known(text: str, secrets: AbstractSet[str]) -> str:
+    known = _known(env.secret_values() | secrets)
+    return text if known is None else known.sub(REDACTED, text)
 
 
 def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """`text` without `secrets`, the values of secret environment variables, and texts that look like secrets."""
-    if (known := _known(env.secret_values() | secrets)) is not None:
-        text = known.sub(REDACTED, text)
-    text = without_passwords(without_tokens(text, REDACTED), REDACTED)
+    text = without_passwords(without_tokens(_without_known(text, secrets), REDACTED), REDACTED)
     for form, instead in _FORMS:
         text = form.sub(instead, text)
     return _ASSIGNMENT.sub(_public_variable, _PARAMETER.sub(_public_parameter, text))

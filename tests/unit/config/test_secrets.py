@@ -426,3 +426,16 @@ def test_what_libraries_print_is_made_safe():
         and "\x1b" not in ended.stderr
         and "no number" in ended.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.default.system_prompt", "Answer with one token: the letter. TOTAL_SUM=x"),
+        ("policy.tokenizer.chat_template", "{% set tool_token = msg.role %}{{ tool_token }}"),
+    ],
+)
+def test_texts_for_the_model_are_saved_as_they_are(key: str, text: str):
+    """Replays and evaluations read the saved config: a changed prompt would be another run."""
+    assert redact(text, key=key) == text
+    assert redact([f"{text} canary-4821"], frozenset({"canary-4821"}), key) == [f"{text} <redacted>"]
