@@ -386,6 +386,14 @@ def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_pat
     assert conditions_of(base, {"model": {"w": "2"}})["model"] != conditions_of(base, identity)["model"]
 
 
+def test_keys_of_fp8_are_conditions_only_with_it(tmp_path: Path):
+    """Else the rollouts that an earlier version has kept, without them, would be asked again."""
+    run, key = config(tmp_path), "policy.generation.vllm_cfg.num_first_layers_in_bf16"
+    assert key not in conditions_of(run, {})
+    run.policy.generation.vllm_cfg.precision = "fp8"
+    assert key in conditions_of(run, {})
+
+
 def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     (tmp_path / "code").mkdir()
