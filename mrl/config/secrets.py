@@ -155,7 +155,8 @@ _ASSIGNMENT = re.compile(
 """An environment variable in a text, which is shown by the rule of `env_vars`."""
 
 _PUBLIC_WORD = re.compile(
-    r"--[a-zA-Z][\w-]*|-[a-zA-Z]|-?[\d.]+(e-?\d+)?|\S*\.(?:py|ya?ml|jsonl?)|[+~]{0,2}[a-z_]+(?:\.[\w-]+)+(?:=.*)?",
+    r"--[a-zA-Z][\w-]*|-[a-zA-Z]|-?[\d.]+(e-?\d+)?|\S*\.(?:py|ya?ml|jsonl?)|algorithm=[a-z_]+|"
+    r"[+~]{0,2}[a-z_]+(?:\.[\w-]+)+(?:=.*)?",
     re.DOTALL,
 )
 """Words of a command that tell nothing but options, numbers, files of code and configs, and config keys."""

@@ -66,6 +66,7 @@ def test_the_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch):
             "loop.py grpo_tiny.yaml --lr 1e-3 -p canary -pcanary --db a:canary u=canary --creds=canary a.token=canary",
             "loop.py grpo_tiny.yaml --lr 1e-3 -p R R --db R u=R --creds=R a.token=R",
         ),
+        ("-m mrl.train my.yaml algorithm=sft", "-m mrl.train my.yaml algorithm=sft"),
         ("-c import_canary", "-c R"),
     ],
 )
