@@ -11,7 +11,7 @@ from mrl.cluster import scheduling
 from mrl.cluster.engines import EngineActor, start_engine
 from mrl.cluster.event_loop import News
 from mrl.cluster.runtime import Placement
-from mrl.cluster.service import Service, judges_kind
+from mrl.cluster.service import LOOK_S, Service, judges_kind
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.judge_runs import judge_run
 from mrl.config.schema.run import RunConfig
@@ -40,7 +40,8 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
             log_folder=log_folder,
             deadline_s=config.deadlines.refit_s,
             start_s=start_deadline(self.config).seconds,
-            look_s=config.deadlines.generate_s,
+            # An engine answers a look after `LOOK_S`.
+            look_s=LOOK_S + config.deadlines.generate_s,
         )
 
     def _note_up(self) -> None:

@@ -52,14 +52,17 @@ _SETTING = re.compile(
 )
 """A setting as in YAML, JSON, a shell or a call; behind a colon or in quotes its value may have words."""
 _TOKENS = re.compile(
-    r"(?:.*_)?(?:bos|eos|pad|unk|sep|cls|mask|stop|end|start|special|image|think)_token", re.IGNORECASE
-)
-"""Names of a tokenizer's tokens."""
-_NOTHING = re.compile(
-    r"(?:-?[\d.]+|<[^>]*>|\[\w+\]?|\$\{.*|\*+|~|(?:null|none|true|false|missing|required|not)\b.*|(?:\S+\s+){3,}.*)\s*",
+    r"(?:.*_)?(?:bos|eos|pad|unk|sep|cls|mask|stop|end|start|special|image|think|next|last|prev|first|new|per|each|is|answer|tool)_token",
     re.IGNORECASE,
 )
-"""A value that is no secret; more than three words are a sentence."""
+"""Names of a model's tokens."""
+_NOTHING = re.compile(
+    r"(?:-?[\d.]+(?:\s?(?:[mun]?s|min|h|%|[kKMGT]i?B))?|[A-Za-z_][\w.]*[(\[].*|(?:str|int|float|bool|bytes|dict|list|tuple|object)\b.*|<[^>]*>|\[\w+\]?|\$\{.*|\*+|~|(?:null|none|true|false|missing|required|not)\b.*|(?:\S+\s+){3,}.*)\s*",
+    re.IGNORECASE,
+)
+"""A value that is no secret: a number with its unit, a call, an index or a type of code; more than three words are a
+sentence.
+"""
 _KEYWORDS = re.compile(rf"{_PASSWORD}|{_PHRASE}|pw|pass|otp|pin|[2m]fa|code|{_WEAK}", re.IGNORECASE)
 
 
@@ -84,7 +87,8 @@ def _without_settings(text: str, instead: str) -> str:
     parts, place = list[str](), 0
     while (found := _SETTING.search(text, place)) is not None:
         name, value = found["name"].rpartition(".")[2], found["value"]
-        is_secret = SECRET_NAME.search(name) and not _TOKENS.fullmatch(name) and not _NOTHING.fullmatch(value)
+        is_word = name.lower().endswith("pass") and value.isalpha()  # `backward_pass=overlap`
+        is_secret = SECRET_NAME.search(name) and not (is_word or _TOKENS.fullmatch(name) or _NOTHING.fullmatch(value))
         end = found.end() if is_secret else found.end("name")
         parts.append(text[place : found.start("value")] + instead if is_secret else text[place:end])
         place = end

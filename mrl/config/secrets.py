@@ -146,7 +146,9 @@ _PUBLIC_PARAMETER = re.compile(
     re.IGNORECASE,
 )
 """Parameters of URLs whose values may be shown. Others are hidden, unless they are a number or a switch."""
-_SWITCHED = re.compile(r"-?\d[\d.,]*|true|false|on|off|yes|no|auto|none|null|\.\.\.|<\w+>|\$\{?\w+\}?", re.IGNORECASE)
+_SWITCHED = re.compile(
+    r"-?\d[\d.,]*(?:e[+-]?\d+)?|true|false|on|off|yes|no|auto|none|null|\.\.\.|<\w+>|\$\{?\w+\}?", re.IGNORECASE
+)
 
 _ASSIGNMENT = re.compile(
     r"(?<![\w$./?&#-])(?P<name>[A-Z][A-Z\d]*(?:_[A-Z\d]+)+|PG[A-Z]+)="
@@ -230,6 +232,17 @@ def redact_command(words: Sequence[str], secrets: AbstractSet[str] = frozenset()
         else:
             shown.append(redact_text(word, secrets))
     return shown
+
+
+def has_secret(words: Sequence[str], secrets: AbstractSet[str]) -> bool:
+    """True if a word of a command holds a secret, or looks like one."""
+    for word in words:
+        key, is_override, value = word.partition("=")
+        if is_override and (env.is_hidden(key.lstrip("+~"), value) or f"{env.VARIABLES_KEY}:" in word):
+            return True
+        if redact_text(word, secrets) != word:
+            return True
+    return False
 
 
 @cache

@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from conversion.boxes import Slot
 from mrl.refit.staging import Quantiser
 
+_ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
 _DONE = "_already_called_process_weights_after_loading"
 
 
 def quantisers(models: Sequence[nn.Module]) -> list[Quantiser]:
     """The layers that vLLM has quantised online, in the order in which it built them."""
+    if _ONLINE not in sys.modules:
+        return []  # vLLM imports it with the first such layer; it asks for kernels that not every build has
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
     return [
         _quantiser(prefix, layer, names)
         for model in models

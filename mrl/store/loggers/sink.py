@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mrl.config.secrets import redact_command
+from mrl.config.secrets import has_secret
 
 SINKS = {
     "tensorboard": ("TensorBoard", "mrl.store.loggers.tensorboard:TensorBoardSink"),
@@ -105,4 +105,4 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
     """True when this process's command line holds a secret, as a config override may: services must not record it."""
-    return redact_command(sys.argv, config_secrets) != sys.argv
+    return has_secret(sys.argv, config_secrets)

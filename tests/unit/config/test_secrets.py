@@ -132,6 +132,8 @@ def test_urls(text: str, expected: str):
         "hf_tokenizer_of_the_model sk-learn-contrib",
         "test_Qwen3MoeForCausalLM layer_0123456789abcdef0123456789abcdef mrl_NemotronHForCausalLMWithExperts",
         "the password is missing; docker login needs -p, redis-cli -a; a password: none secret_of_layer_0123456789012",
+        "next_token = argmax(x); per_token=a / b; api_key: str = tokens[0]",
+        "forward pass: 12 ms, pass=prefill, backward_pass=overlap LEARNING_RATE=1e-6",
         "--max-token 1024 --token -x the api key is missing; https://x.org/docs/webhooks",
     ],
 )

@@ -21,7 +21,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.facts import PlanModel, read_model, state_rules
-from mrl.plan.hardware import GIB, GPUS, full_name, nearest
+from mrl.plan.hardware import GIB, GPUS, nearest
 from mrl.plan.memory import (
     PAGE_CACHE,
     ROLLOUTS,
@@ -50,11 +50,6 @@ ONE_NODE = [
     "policy.megatron_cfg.sequence_parallel=false",
 ]
 ONE_NODE += ["policy.megatron_cfg.pipeline_model_parallel_size=1", "policy.megatron_cfg.context_parallel_size=1"]
-
-
-def test_the_beginning_of_one_name_is_that_gpu():
-    assert [full_name(given) for given in ("h100", "H200", "gb200")] == ["h100-80g", "h200-141g", "gb200"]
-    assert [full_name(given) for given in ("a100", "h1", "h100-80g", "")] == ["a100", "h1", "h100-80g", ""]
 
 
 def misfit(config: RunConfig) -> str | None:

@@ -254,6 +254,8 @@ def test_a_command_line_with_a_secret_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MY_API_KEY", "canary-of-the-environment")
     monkeypatch.setattr(sys, "argv", ["train.py", "grpo_tiny.yaml"])
     assert not command_has_secret(frozenset())
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config-name", "grpo", "results/run 7", "--lr=1e-5", "Qwen3-8B"])
+    assert not command_has_secret(frozenset())
     monkeypatch.setattr(sys, "argv", ["train.py", "env.judge.header=canary-of-the-environment"])
     assert command_has_secret(frozenset())
     assert command_has_secret(frozenset({"judge.header"}))
