@@ -64,8 +64,10 @@ CONNECT_TIMEOUT_S = 10.0
 # A head that does not answer: Ray's own limits add up to minutes.
 JOIN_TIMEOUT_S = 600.0
 POLL_S = 1.0
-STARTS = (0.2, 0.3, 0.5)
-"""Tries to start Ray: how much of the time for a start each gets. One that hangs leaves time for the next."""
+STARTS = (0.5, 0.2, 0.3)
+"""Tries to start Ray: how much of the time for a start each gets. One that hangs leaves time for the next. The first
+has most: one that is slow in a call to its head is not over when the head is killed, and the next waits behind it.
+"""
 RAY_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1,
     "RAY_raylet_start_wait_time_s": 1,

@@ -80,6 +80,8 @@ byte_maps.json
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
 MAX_REPORT_SHARE = 0.01
+END_S = 5.0
+"""Limit of the last write, after which the process ends."""
 MEASURED_BYTES = 2**18
 
 
@@ -172,9 +174,17 @@ class RunFolder:
 
     def note_end(self, code: int, text: str) -> None:
         """Writes the exit code of this attempt and how it ended for `mrl runs`, if its folder is still there."""
-        if not is_waiting() and self.log_folder.is_dir():
+        file = self.log_folder / ENDED
+
+        def write() -> None:
+            if file.parent.is_dir():
+                write_atomic(file, json.dumps({"code": code, "text": text, "at": time.time()}))
+
+        try:
             with self._may_fail(ENDED):
-                write_atomic(self.log_folder / ENDED, json.dumps({"code": code, "text": text, "at": time.time()}))
+                within(END_S, f"write of {file}", write)
+        except TimeoutError as error:
+            logger.warning("%s", error)
 
     def note_masked(self, reasons: Mapping[Status, str]) -> None:
         """Writes the reason of each kind of this attempt's masked rollouts, without secrets, if there are new ones."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from conversion.files.limits import within
 from mrl.config.load import load_config
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
@@ -23,7 +24,7 @@ from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from mrl.view.dumps import list_dumps
-from mrl.view.run_data import attempts_of
+from mrl.view.run_data import ENDED, attempts_of
 from tests.reading import read_page
 from tests.sources import ROOT
 from tests.waiting import HANG_S
@@ -390,3 +391,18 @@ def test_an_export_gets_what_the_model_s_folder_says_of_sampling(tmp_path: Path)
         "generation_config.json": "model's",
         "modeling_x.py": "model's",
     }
+
+
+def test_the_end_is_written_though_a_call_elsewhere_does_not_return(tmp_path: Path):
+    """Ray's start may hang; the folder answers."""
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    is_over = Event()
+    try:
+        with pytest.raises(TimeoutError):
+            within(0.01, "a start", is_over.wait)
+        folder.note_end(1, "Ray does not start")
+        assert json.loads((folder.log_folder / ENDED).read_text())["code"] == 1
+    finally:
+        is_over.set()
+        folder.give_back()
