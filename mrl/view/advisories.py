@@ -18,7 +18,7 @@ from mrl.view.rows import Row
 
 Level = Literal["stop", "look"]
 Facts = Mapping[str, float]
-"""Numbers of the config that rules compare with: `num_prompts`, `max_lag`."""
+"""Numbers of the config that rules compare with: `num_prompts`, `max_lag`, `oversample`."""
 Measure = Callable[[Sequence[Row], Facts], float | None]
 
 WINDOW = 100
@@ -81,6 +81,11 @@ def _mean(name: str, *, steps: int = 1) -> Measure:
         return statistics.fmean(values) if len(values) == steps else None
 
     return measure
+
+
+def _of_one_version(measure: Measure) -> Measure:
+    """The measure, where a step's rollouts are drawn from the weights that they train."""
+    return lambda rows, facts: None if facts.get("oversample", 1.0) > 1.0 else measure(rows, facts)
 
 
 def _share_of_time(name: str, *, steps: int) -> Measure:
@@ -246,8 +251,8 @@ RULES = (
            _growth_of_generation, 1.3,
          "answers grow longer, or other work slows the engines",
          "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
-    Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3),
-           0.05,
+    Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,",
+           _of_one_version(_mean("train/mean_abs_dlogp", steps=3)), 0.05,
          "engine and trainer compute different logprobs",
          "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
     Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,

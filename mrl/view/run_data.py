@@ -149,8 +149,11 @@ def setting(config: Mapping[str, object], path: str) -> object:
 
 
 def facts_of(config: Json) -> Facts:
-    found = {"num_prompts": setting(config, "grpo.num_prompts_per_step")}
-    if setting(config, "grpo.async_grpo.enabled") or setting(config, "grpo.oversample") not in (None, 1):
+    found = {
+        "num_prompts": setting(config, "grpo.num_prompts_per_step"),
+        "oversample": setting(config, "grpo.oversample"),
+    }
+    if setting(config, "grpo.async_grpo.enabled"):
         found["max_lag"] = setting(config, "grpo.async_grpo.max_trajectory_age_steps")
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 

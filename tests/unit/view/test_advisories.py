@@ -5,6 +5,7 @@ import pytest
 
 from mrl.view.advisories import RULES, WINDOW, Advisor, _rise, advisories, silence
 from mrl.view.rows import Row
+from mrl.view.run_data import facts_of
 from tests.sources import ROOT
 from tests.unit.view.runs import row
 
@@ -154,3 +155,9 @@ def test_every_key_to_turn_is_a_key_of_the_config():
         and {name for name in named if f"`{name}" not in manual and f"`{name.rpartition('.')[2]}`" not in manual}
         == set()
     )
+
+
+def test_older_weights_of_rollouts_that_went_on_are_no_fault():
+    rows = [row(step) | {"train/mean_abs_dlogp": 0.07, "train/max_trajectory_age": 1.0} for step in range(1, 6)]
+    told = [{one.key for one in advisories(rows, facts_of({"grpo": {"oversample": factor}}))} for factor in (1.0, 1.5)]
+    assert "dlogp" in told[0] and not {"dlogp", "lag"} & told[1]
