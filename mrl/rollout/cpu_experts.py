@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 # The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a
 # margin.
 ROW_MULTIPLE = 16
+Read = Callable[[Tensor], Tensor]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,10 +35,9 @@ def _pad_rows(x: Tensor) -> Tensor:
 def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
     if activation == MoEActivation.RELU2_NO_MUL:
         return F.relu(x).square_()
-    if activation == MoEActivation.SILU:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-    raise NotImplementedError(f"expert activation {activation} on CPU; supported: {PlainExperts.ACTIVATIONS}")
+    assert activation == MoEActivation.SILU, "vLLM asks `_supports_activation` before"
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 class PlainExperts(CPUUnquantizedExperts):
@@ -83,12 +83,17 @@ class PlainExperts(CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Writes the weighted sum of each token's experts into `output`; experts of other ranks count as zero."""
+        first, second, read = self._as_read(w1, w2, hidden_states.dtype)
         output.copy_(
             mixture(
-                hidden_states, w1, w2, topk_weights, topk_ids, activation, expert_map,
-                weighs_inputs=apply_router_weight_on_input,
+                hidden_states, first, second, topk_weights, topk_ids, activation, expert_map,
+                weighs_inputs=apply_router_weight_on_input, read=read,
             )
         )  # fmt: skip
+
+    def _as_read(self, w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Read]:
+        """Both weights as the products read them, and how they read their inputs."""
+        return w1, w2, lambda x: x
 
 
 def mixture(
@@ -101,7 +106,7 @@ def mixture(
     expert_map: Tensor | None,
     *,
     weighs_inputs: bool,
-    read: Callable[[Tensor], Tensor] = lambda x: x,
+    read: Read,
 ) -> Tensor:
     """Weighted sum of each token's experts, float32; `read` is how the products read their inputs."""
     expert_ids = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).reshape(-1)

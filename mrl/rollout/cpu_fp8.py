@@ -12,10 +12,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-from mrl.rollout.cpu_experts import PlainExperts, linear, mixture
+from mrl.rollout.cpu_experts import PlainExperts, Read, linear
 
 _BLOCK = 128
 _FP8 = torch.float8_e4m3fn
@@ -80,39 +79,14 @@ class Fp8Experts(PlainExperts):
     def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
         return True
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: object,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Writes the weighted sum of each token's experts into `output`, of the numbers that FP8 values stand for."""
-        is_blocks, dtype = self.quant_config.block_shape is not None, hidden_states.dtype
+    def _as_read(self, w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Read]:
+        """The numbers that FP8 values stand for, and inputs rounded to FP8."""
+        is_blocks = self.quant_config.block_shape is not None
         assert self.quant_config.w1_scale is not None and self.quant_config.w2_scale is not None
-        output.copy_(
-            mixture(
-                hidden_states,
-                _meant_experts(w1, self.quant_config.w1_scale, dtype, is_blocks=is_blocks),
-                _meant_experts(w2, self.quant_config.w2_scale, dtype, is_blocks=is_blocks),
-                topk_weights,
-                topk_ids,
-                activation,
-                expert_map,
-                weighs_inputs=apply_router_weight_on_input,
-                read=partial(rounded, is_blocks=is_blocks),
-            )
+        return (
+            _meant_experts(w1, self.quant_config.w1_scale, dtype, is_blocks=is_blocks),
+            _meant_experts(w2, self.quant_config.w2_scale, dtype, is_blocks=is_blocks),
+            partial(rounded, is_blocks=is_blocks),
         )
 
 
