@@ -34,6 +34,7 @@ class LimitedThread:
 
     def __init__(self, name: str) -> None:
         self._calls = SimpleQueue[Callable[[], None] | None]()
+        self._late: Future | None = None
         threading.Thread(target=self._work, name=f"within {name}", daemon=True).start()
 
     def within(self, limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -53,7 +54,13 @@ class LimitedThread:
             if answer.done():
                 raise
             _late.add(answer)
+            self._late = answer
             raise TimeoutError(f"{what}: no answer within {limit_s:g} s") from None
+
+    @property
+    def is_held(self) -> bool:
+        """True while an abandoned call runs, or waits for one that does."""
+        return self._late is not None and not self._late.done()
 
     def end(self) -> None:
         """Ends the thread after the calls so far."""

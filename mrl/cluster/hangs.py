@@ -55,6 +55,8 @@ class Wait:
     who: Callable[[], Collection[str]]
     """Names of those that have not answered."""
     since: float
+    may_idle: bool = False
+    """They wait for each other in ways that no sign shows, as daemons that start: only one that is stuck hangs."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Hang:
     """Description of the driver's wait; "" if it is not known to wait."""
     silent_s: float
     is_hang: bool
-    """False: all of them use their processors or the disk."""
+    """False: all of them use their processors or the disk, or may idle."""
 
     @property
     def key(self) -> tuple[bool, frozenset[tuple[str, int]]]:
@@ -124,8 +126,9 @@ class HangJudge:
         if stuck := tuple(self.blame([reading.name for reading in silent])):
             return Hang(stuck, text, silent_s, is_hang=True)
         idle = [reading for reading in silent if not self._is_busy(reading)]
+        is_hang = bool(idle) and not any(wait.may_idle for wait in waits)
         told = tuple((reading, "waits and uses no processor" if idle else "is at work") for reading in idle or silent)
-        return Hang(told, text, silent_s, is_hang=bool(idle))
+        return Hang(told, text, silent_s, is_hang=is_hang)
 
     def blame(self, names: Collection[str]) -> list[tuple[ProcessReading, str]]:
         """Processes of `names` and Ray that could not answer at the last reading: stopped, or stuck in the kernel."""
@@ -188,9 +191,9 @@ _judge: HangJudge | None = None
 
 
 @contextmanager
-def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iterator[None]:
+def waiting(what: str, who: Callable[[], Collection[str]], since: float, *, may_idle: bool = False) -> Iterator[None]:
     """Declares a driver's wait inside the `with` block; the watchdog's thread calls `who` to name the processes."""
-    wait = Wait(what, who, since)
+    wait = Wait(what, who, since, may_idle)
     waits.append(wait)
     try:
         yield

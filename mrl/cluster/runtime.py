@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
 from mrl.cluster.daemons import OBJECT_STORE_BYTES, ended_children, last_words
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
+from mrl.cluster.hangs import RAY_PROCESSES
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.members import Member, heads, members, warn_of_public
@@ -65,9 +66,11 @@ CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 600.0
 POLL_S = 1.0
 STARTS = (0.5, 0.2, 0.3)
-"""Tries to start Ray: how much of the time for a start each gets. One that hangs leaves time for the next. The first
-has most: one that is slow in a call to its head is not over when the head is killed, and the next waits behind it.
+"""Tries to start Ray: how much of the time for a start each gets. The first has most: Ray's call to a head that is dead
+holds the process until `RAY_gcs_rpc_server_reconnect_timeout_s`, which ends it, so that there is no second try.
 """
+SHUTDOWN_SHARE = 0.1
+"""Part of the time for a start in which a call must end once Ray's processes are dead."""
 RAY_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1,
     "RAY_raylet_start_wait_time_s": 1,
@@ -106,7 +109,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
     # takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
     try:
-        with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
+        with shielded(), hangs.waiting("start of Ray", lambda: RAY_PROCESSES, time.monotonic(), may_idle=True):
             if config.cluster.num_nodes > 1:
                 join_cluster()
                 living = wait_for_graders(config, limit_s=start_deadline(config).seconds)
@@ -170,16 +173,24 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             if said := last_words(folder / RAY_FOLDER, killed):
                 reason += f" ({said})"
             kill_processes(str(folder))
-            if start == len(STARTS):
+            if is_held := not _is_reset(min(REAPER_TIMEOUT_S, SHUTDOWN_SHARE * limit_s)):
+                reason += "; the call does not end with Ray's processes, so that only a new process can try again"
+            if is_held or start == len(STARTS):
                 raise NoCluster(
-                    f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
-                    "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
+                    f"Ray does not start on this host, tried {start} time{'s' * (start > 1)}: {reason}; this host has "
+                    f"{read_capacity()}; end what else runs here, or raise deadlines.start_s; python -m mrl.doctor "
+                    "looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); this host has %s; trying again", reason, read_capacity())
-            # Behind a start that hangs, which ends with the processes that it waits for; if it does not, the next try
-            # says so.
-            with suppress(TimeoutError):
-                ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
+
+
+def _is_reset(limit_s: float) -> bool:
+    """Ends what is left of a start whose processes are dead. False: its call still waits for their head."""
+    try:
+        ray_thread().within(limit_s, "ray.shutdown", ray.shutdown)
+    except TimeoutError:
+        return False
+    return True
 
 
 _held: list[PayloadRef] = []
@@ -203,7 +214,8 @@ def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
     assert reaper.stdin is not None
     reaper.stdin.close()
     try:
-        end_ray()
+        if not ray_thread().is_held:  # Ray would end this process while it waits
+            end_ray()
     except TimeoutError as error:
         logger.warning("%s; its processes are killed", error)
     for left in end_reaper(reaper, folder):

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -170,6 +171,25 @@ def test_a_ray_that_does_not_start_is_said_in_one_line(tmp_path: Path, monkeypat
         pytest.fail("it starts")
     assert re.fullmatch(line, str(failed.value)), failed.value
     assert not ray.is_initialized()
+
+
+def test_a_start_that_never_returns_is_not_tried_again_by_the_same_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As when the head stops in the middle: Ray waits for it, and ends the process after the time for a start."""
+    is_over, starts = threading.Event(), list[str]()
+
+    def hang(**options):
+        starts.append(options["address"])
+        is_over.wait(HANG_S)
+
+    monkeypatch.setattr(ray, "init", hang)
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, "deadlines.start_s=0.2"])
+    line = r"Ray does not start .+, tried 1 time: .+no answer within 0\.1 s; .+ only a new process can try again; .+"
+    with pytest.raises(NoCluster, match=line), placed_slots(config):
+        pytest.fail("it starts")
+    is_over.set()
+    assert starts == ["local"]
 
 
 class Idle:

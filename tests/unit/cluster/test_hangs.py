@@ -60,6 +60,16 @@ def test_a_stopped_process_is_named_though_others_go_on(victim: str):
     assert (suspect.name, found[1].is_hang) == (victim, True) and "state T" in reason
 
 
+def test_daemons_that_come_up_slowly_do_not_hang_and_one_that_is_stopped_does():
+    start = Wait("start of Ray", lambda: hangs.RAY_PROCESSES, 0.0, may_idle=True)
+    slow = follow(HangJudge(NOTICE_S), lambda _, __: {}, [start])
+    assert slow is not None and (slow[1].suspects[0][0].name, slow[1].is_hang) == ("raylet", False)
+    stopped = follow(HangJudge(NOTICE_S), lambda _, name: {"state": "T"} if name == "raylet" else {}, [start])
+    assert stopped is not None and stopped[1].is_hang
+    asked = follow(HangJudge(NOTICE_S), lambda _, __: {}, [wait("ray.put", "raylet")])
+    assert asked is not None and asked[1].is_hang
+
+
 def test_a_process_that_was_stopped_for_a_while_is_not_named():
     assert (
         follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now), "state": "T" if now % 45 else "S"}, end=600)

@@ -34,10 +34,10 @@ def test_who_waits_for_what_does_not_answer_is_told_and_goes_on():
     # One after the other: it is still busy.
     with pytest.raises(TimeoutError, match="the next one"):
         thread.within(0.01, "the next one", list)
-    assert is_waiting()
+    assert is_waiting() and thread.is_held
     answers.set()
     assert thread.within(TIMEOUT_S, "after it", list) == []
-    assert not is_waiting()
+    assert not is_waiting() and not thread.is_held
     thread.end()
 
 
