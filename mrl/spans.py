@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,10 @@ MIN_MEASURED_S = 0.002
 # A thread that writes wakes up this often; hours of spans wait in memory while a file system does not answer.
 WRITE_INTERVAL_S, MAX_WAITING = 0.2, 50_000
 CLOSE_TIMEOUT_S = 10.0
-SIGNS, STACKS = "signs", "stacks"
-"""Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on
-`STACK_SIGNAL`.
-"""
+SIGNS, ASKS, STACKS = "signs", "asks", "stacks"
+"""Folders of a run's private folder: for each process its sign of life, a pipe to ask it for its stacks, the stacks."""
 STACK_SIGNAL = signal.SIGRTMIN + 5
-"""A real-time signal that no library of the run uses."""
+"""A real-time signal that no library of the run uses; see `show_in`."""
 SIGN = struct.Struct("<QQd?16s160s")
 
 Fact = str | int | float
@@ -70,7 +68,7 @@ class Sign:
 
 class _Sign:
     def __init__(self, folder: Path, name: str) -> None:
-        for kind in (SIGNS, STACKS):
+        for kind in (SIGNS, ASKS, STACKS):
             (folder / kind).mkdir(mode=0o700, exist_ok=True)
         with (folder / SIGNS / name).open("w+b") as file:
             # Room now: a page that finds none later ends the process.
@@ -79,8 +77,19 @@ class _Sign:
         # Kept open: the handler writes to its descriptor, whatever Python is doing.
         self._stacks = (folder / STACKS / name).open("ab")
         faulthandler.register(STACK_SIGNAL, file=self._stacks)
+        # A pipe of this process alone: an earlier one of the name may not have ended yet.
+        (folder / ASKS / name).unlink(missing_ok=True)
+        os.mkfifo(folder / ASKS / name, 0o600)
+        # Open for writing too: no reader of a pipe without writers waits.
+        self._asks = os.open(folder / ASKS / name, os.O_RDWR)
+        threading.Thread(target=self._answer, name="stacks", daemon=True).start()
         self._num_done, self._phase = 0, ""
         self.show("start", is_open=True)
+
+    def _answer(self) -> None:
+        # No deadline: an idle daemon thread.
+        while os.read(self._asks, 1):
+            faulthandler.dump_traceback(self._stacks)
 
     def show(self, doing: str, *, is_open: bool, num_done: int = 0, phase: str = "") -> None:
         self._num_done += num_done
@@ -209,9 +218,24 @@ def record_in(path: Path, *, by_thread: bool = True) -> None:
 
 
 def show_in(folder: Path, name: str) -> None:
-    """Keeps this process's sign of life in `folder` from now on; on `STACK_SIGNAL` writes its threads' stacks there."""
+    """Keeps this process's sign of life in `folder` from now on, and writes its threads' stacks there when asked.
+
+    A byte in its pipe asks a thread, which answers while it holds the interpreter's lock. `STACK_SIGNAL` asks without
+    the lock: only a process whose threads all sleep survives that for certain.
+    """
     global _sign
     _sign = _Sign(folder, name)
+
+
+def ask_for_stacks(folder: Path, name: str) -> None:
+    """Asks the process that is shown in `folder` as `name`, if there is one, and waits for nothing."""
+    # OSError: it has ended, or its pipe is full of questions.
+    with suppress(OSError):
+        pipe = os.open(folder / ASKS / name, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(pipe, b"?")
+        finally:
+            os.close(pipe)
 
 
 def stop() -> None:

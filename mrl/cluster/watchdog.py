@@ -144,18 +144,32 @@ def read_stacks(folder: Path) -> Stacks:
         (reading, folder / spans.STACKS / reading.name.replace(" ", "-")) for reading in read_signed(read_signs(folder))
     ]
     before = {reading.key: path.stat().st_size for reading, path in found}
-    for reading, _ in found:
-        # Those that are stopped would take the signal when they go on.
-        if reading.state not in STOPPED and writes_stacks(reading.pid):
-            with suppress(ProcessLookupError):
-                os.kill(reading.pid, spans.STACK_SIGNAL)
+    for _, path in found:
+        spans.ask_for_stacks(folder, path.name)
     time.sleep(STACKS_S)
+    silent = [reading for reading, path in found if path.stat().st_size == before[reading.key]]
+    # In those a call of C keeps the interpreter's lock. A stopped one would take the signal when it goes on.
+    asleep = [reading.pid for reading in silent if is_asleep(reading.pid, reading.cpu_s) and writes_stacks(reading.pid)]
+    for pid in asleep:
+        with suppress(ProcessLookupError):
+            os.kill(pid, spans.STACK_SIGNAL)
+    if asleep:
+        time.sleep(STACKS_S)
     stacks: Stacks = []
     for reading, path in found:
         with path.open("rb") as file:
             file.seek(before[reading.key])
             stacks.append((reading, file.read().decode(errors="replace") or by_py_spy(reading.pid) or "no answer\n"))
     return stacks
+
+
+def is_asleep(pid: int, cpu_s: float) -> bool:
+    """True when all threads of a process sleep and it has used `cpu_s` processor seconds, as at an earlier look."""
+    found = read_process(pid)
+    if found is None or found.cpu_s != cpu_s:
+        return False
+    tasks = [read_process(pid, f"task/{path.name}/") for path in Path(f"/proc/{pid}/task").glob("*")]
+    return all(task is None or task.state == "S" for task in tasks)
 
 
 def writes_stacks(pid: int) -> bool:
@@ -363,17 +377,9 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 def innermost(stacks: str) -> str:
     """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say."""
-    threads = stacks.split("\n\n")
-    main = next(
-        (
-            text
-            for text in threads
-            if text.startswith(("Current thread", "Thread")) and "most recent call first" in text
-        ),
-        "",
-    )
-    current = next((text for text in threads if text.startswith("Current thread")), main)
-    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
+    # Python lists the threads from the youngest on; the main thread is the oldest.
+    threads = [text for text in stacks.split("\n\n") if "most recent call first" in text]
+    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall("".join(threads[-1:]))]
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
     return next(iter(collectives or frames), "")
 
