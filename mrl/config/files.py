@@ -215,6 +215,15 @@ def _written(node: yaml.Node) -> object:
     return [_written(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
+def read_yaml(text: str) -> object:
+    """The value of a YAML text of others. ValueError: it has none that can be loaded within seconds."""
+    try:
+        check_yaml(text)
+        return yaml.load(text, SAFE_LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from error
+
+
 def check_yaml(text: str) -> None:
     """Raises ValueError or yaml.YAMLError unless a YAML text can be loaded within seconds."""
     # Parsing gives one event after the other. Loading recurses, and writes out every alias.

@@ -8,12 +8,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from conversion.files.reading import name_inside, read_file, read_json
+from mrl.config.files import read_yaml
 from mrl.config.model import is_hub_id
 from mrl.config.schema.data import known_dataset
 from mrl.config.schema.env import FROM_VERIFIERS
@@ -172,16 +173,20 @@ def _configs(folder: Path) -> MetadataConfigs | None:
     """The configs that the header of a data set names, as `datasets` reads it; None: no header, or it names none."""
     if not any((folder / name).is_file() for name in (HEADER, STANDALONE_HEADER)):
         return None
-    import yaml
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard, DatasetCardData
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        data = DatasetCard(_text(folder / HEADER)).data if (folder / HEADER).is_file() else DatasetCardData()
+        text = _text(folder / HEADER) if (folder / HEADER).is_file() else ""
+        if block := REGEX_YAML_BLOCK.search(text):
+            read_yaml(block[2])
+        data = DatasetCard(text).data if text else DatasetCardData()
         if (folder / STANDALONE_HEADER).is_file():
-            data = DatasetCardData(**data.to_dict() | (yaml.safe_load(_text(folder / STANDALONE_HEADER)) or {}))
+            more = cast(dict[str, Any], read_yaml(_text(folder / STANDALONE_HEADER)) or {})
+            data = DatasetCardData(**data.to_dict() | more)
         return MetadataConfigs.from_dataset_card_data(data) or None
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the header of {folder / HEADER} is not one that `datasets` reads ({error}); correct it"
         ) from error

@@ -8,7 +8,6 @@ nemo_rl/environments/nemo_gym.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -19,8 +18,10 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import aiohttp
-import yaml
+from yarl import URL
 
+from conversion.files.reading import parse_json
+from mrl.config.files import read_yaml
 from mrl.config.texts import rounded
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
@@ -110,20 +111,13 @@ class GymServers:
                 client.get(f"{self.head_url}/global_config_dict_yaml") as response,
             ):
                 # YAML as a text in JSON.
-                config = yaml.load(
-                    json.loads(await read_answer(response)), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-                )
-        except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
+                config = read_yaml(str(parse_json(await read_answer(response))))
+            found = _addresses(config, urlsplit(self.head_url).hostname, kind)
+            for url in found.values():
+                URL(url)  # ValueError: nobody can be at this address
+            return found
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise AgentUnreached(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
-        head = urlsplit(self.head_url).hostname
-        found = dict[str, str]()
-        for name, instance in config.items() if isinstance(config, dict) else ():
-            for server_kind, servers in instance.items() if isinstance(instance, dict) else ():
-                options = next(iter(servers.values()), None) if isinstance(servers, dict) else None
-                if isinstance(options, dict) and options.get("port") and kind in ("", server_kind):
-                    host = options.get("host") or head
-                    found[name] = f"http://{head if host in ANYWHERE else host}:{options['port']}"
-        return found
 
     def set_up(self) -> None:
         """Marks the servers as up."""
@@ -166,11 +160,22 @@ class GymServers:
                 return self.set_up()
 
 
+def _addresses(config: object, head: str | None, kind: str) -> dict[str, str]:
+    found = dict[str, str]()
+    for name, instance in config.items() if isinstance(config, dict) else ():
+        for server_kind, servers in instance.items() if isinstance(instance, dict) else ():
+            options = next(iter(servers.values()), None) if isinstance(servers, dict) else None
+            if isinstance(options, dict) and options.get("port") and kind in ("", server_kind):
+                host = options.get("host") or head
+                found[str(name)] = f"http://{head if host in ANYWHERE else host}:{options['port']}"
+    return found
+
+
 async def _accepts(url: str) -> bool:
     parts = urlsplit(url)
     try:
         _, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    except OSError:
+    except (OSError, ValueError):  # no such name, or too long for one
         return False
     writer.close()
     return True

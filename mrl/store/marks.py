@@ -227,6 +227,10 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
             and not is_damaged(path)
         ):
             said.append(f"{path.name} is not the save that the ledger names: of a copy of this run, or of another run")
+    said += [
+        f"{path.name} is the checkpoint of step {step}, renamed: give it the name step_{step}"
+        for path, step in _renamed(folder, saved)
+    ]
     if len(runs) > 1 and not run:
         said.append("its checkpoints are of several runs, and nothing says whose this folder is")
     if not is_run_folder(folder):
@@ -242,6 +246,19 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
         "choose another folder, or move that out of this one (`python -m mrl.convert mcore-to-hf` makes a folder "
         "for policy.model_name of Megatron's weights)"
     )
+
+
+def _renamed(folder: Path, saved: Mapping[int, Mark]) -> list[tuple[Path, int]]:
+    """Saves that the ledger names, of later steps than each step_N: a start would train these steps again."""
+    found, newest = list[tuple[Path, int]](), -1
+    for path in sorted(folder.iterdir()):
+        if match := STEP_FOLDER.fullmatch(path.name):
+            newest = max(newest, int(match[1]))
+        elif not path.name.startswith(("damaged_", "tmp_")):
+            with suppress(OSError, ValueError):
+                mark = _mark_in(path)
+                found += [(path, mark.step)] if saved.get(mark.step) == mark else []
+    return [(path, step) for path, step in found if step > newest]
 
 
 def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:

@@ -14,12 +14,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-import yaml
-
 from conversion.files.owners import Owner
 from conversion.files.reading import parse_json, read_file
-from mrl.config.dialect.tables import SAFE_LOADER
-from mrl.config.files import MAX_FILE_BYTES, check_yaml
+from mrl.config.files import MAX_FILE_BYTES, read_yaml
 from mrl.exit_codes import DONE
 from mrl.metrics import MASKED_IN_A_ROW, NO_SIGNAL_IN_A_ROW
 from mrl.phases import PHASES
@@ -124,10 +121,8 @@ def rule_table() -> list[Json]:
 def read_config(path: Path) -> Json:
     """The resolved config, sections within sections; empty if there is no readable one."""
     try:
-        text = read_file(path, MAX_FILE_BYTES).decode()
-        check_yaml(text)
-        config = yaml.load(text, SAFE_LOADER)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        config = read_yaml(read_file(path, MAX_FILE_BYTES).decode())
+    except (OSError, ValueError):
         config = None
     return config if isinstance(config, dict) else {}
 

@@ -114,6 +114,22 @@ def test_a_header_says_what_is_read_as_datasets_reads_it(
         assert [Path(path).relative_to(folder).as_posix() for path in theirs] == expected
 
 
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: " + "[" * 10**5,
+        "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1},' * 9}]}}\n" for n in range(1, 15)),
+    ],
+    ids=["nested", "aliases"],
+)
+def test_a_header_that_takes_for_ever_to_read_is_refused(tmp_path: Path, name: str, text: str):
+    folder = header(make(tmp_path, "train.jsonl"), text, name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is not one that `datasets` reads .(nested more than|more than 200,000)"):
+            found(folder)
+
+
 def test_a_header_of_its_own_file_counts_too(tmp_path: Path):
     folder = header(make(tmp_path, *CONFIGS), "configs: [" + of("en", TRAIN % "en/train-*") + "]", ".huggingface.yaml")
     assert found(folder) == ["en/train-0.parquet"]

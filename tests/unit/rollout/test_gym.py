@@ -256,6 +256,36 @@ def test_rows_wait_while_nobody_listens(
     assert ran.verdict.status == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("[" * 10**5, "nested too deeply"),
+        (json.dumps("[" * 10**5), "nested more than 64 deep"),
+        (json.dumps("a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1},' * 9}]}}\n" for n in range(1, 15))),
+         "aliases written out"),
+        (json.dumps("a: 2026-99-99"), "month must be in 1..12"),
+        (json.dumps("a: {responses_api_agents: {b: {port: 99999}}}"), "Port out of range"),
+        (json.dumps("a: {responses_api_agents: {b: {port: 1, host: '[::'}}}"), "Invalid IPv6 URL"),
+    ],
+    ids=["nested JSON", "nested YAML", "aliases", "date", "port", "host"],
+)  # fmt: skip
+def test_a_head_server_that_answers_nonsense_is_one_that_does_not_answer(answer: str, reason: str):
+    async def ask() -> None:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer.encode())
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(talk, "127.0.0.1", 0) as head:
+            servers = GymServers(f"http://127.0.0.1:{head.sockets[0].getsockname()[1]}")
+            for _ in range(2):
+                with pytest.raises(AgentUnreached, match=reason):
+                    await servers.addresses()
+
+    asyncio.run(ask())
+
+
 def test_an_agent_that_gym_does_not_have_ends_the_run(running: Running, runner: AgentRunner):
     with pytest.raises(
         RuntimeError, match="no agent browser, which rows name in agent_ref; theirs are two_turns. .*config_paths"

@@ -208,6 +208,18 @@ def test_a_checkpoint_is_of_the_step_that_it_says(
     assert_goes_on(folder, 3)
 
 
+@pytest.mark.parametrize("name", ["step_02", "Step_2", "step-2", "best"])
+def test_the_newest_checkpoint_under_another_name_is_not_trained_again(folder: Path, name: str):
+    """One that was moved out of the folder is: so a user goes back."""
+    (folder / "step_2").rename(folder / name)
+    shutil.copytree(folder / "step_1", folder / "step_1.bak")
+    assert_refused(folder, f"{name} is the checkpoint of step 2, renamed: give it the name step_2.")
+    (folder / name).rename(folder / "step_2")
+    assert_goes_on(folder, 3)
+    shutil.move(folder / "step_4", folder.parent)
+    assert_goes_on(folder, 4)
+
+
 @pytest.mark.parametrize("with_ledger", [False, True])
 def test_a_checkpoint_of_another_run_is_refused(folder: Path, other: Path, with_ledger: bool):
     shutil.move(other / "step_3", folder / "step_3")
