@@ -146,7 +146,10 @@ def _agents(config: RunConfig) -> str:
 
 
 def _data(config: RunConfig) -> str:
-    train = ", ".join(dataset.source for dataset in config.data.train_sets.values())
+    sets = config.data.train_sets.values()
+    total = sum(dataset.weight or 0.0 for dataset in sets)
+    shares = [f" ({dataset.weight / total:.1%} of each step)" if dataset.weight else "" for dataset in sets]
+    train = ", ".join(dataset.source + share for dataset, share in zip(sets, shares, strict=True))
     return f"{train}; held out: {_held_out(config)}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of prompts: over a run, from seed and epoch alone; within a step, longest rollouts first. A run's steps."""
+"""Order of prompts: over a run, from the config alone; within a step, longest rollouts first. A run's steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from heapq import heapify, heapreplace
 from itertools import islice
 
 import numpy as np
@@ -26,46 +27,84 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True
     return np.argsort(np.random.PCG64([seed, epoch]).random_raw(num_prompts), kind="stable")
 
 
-def prompts_at(
-    position: int, count: int, *, num_prompts: int, seed: int, shuffle: bool = True
-) -> list[tuple[int, int]]:
-    """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, prompt_index)`.
+class PromptOrder:
+    """The order in which a run takes its prompts: of all data sets together, or of each by its weight.
 
-    Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
+    Without weights an epoch takes every prompt once. With weights every data set has epochs of its own, and the shares
+    of the data sets hold for each number of prompts as nearly as whole prompts can (the divisor method of
+    Sainte-Laguë): no step has more or less of one by chance.
+
+    Args:
+        sizes: number of prompts of each data set; a prompt's index counts through all of them.
+        weights: positive, one for each data set, in any unit; empty for none.
     """
-    if num_prompts < 1:
-        raise ValueError("the data set has no prompts; check data.train.data_path")
-    picked: list[tuple[int, int]] = []
-    end = position + count
-    while position < end:
-        epoch, start = divmod(position, num_prompts)
-        order = epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle)[start : start + end - position]
-        picked += [(epoch, int(index)) for index in order]
-        position += len(order)
-    return picked
 
+    def __init__(self, sizes: Sequence[int], *, seed: int, shuffle: bool = True, weights: Sequence[float] = ()) -> None:
+        if min(sizes, default=0) < 1:
+            raise ValueError("the data set has no prompts; check data.train.data_path")
+        self._num_prompts, self._seed, self._shuffle = sum(sizes), seed, shuffle
+        self._sizes = list(sizes) if weights else [self._num_prompts]
+        self._weights = [weight / max(weights) for weight in weights] or [1.0]
+        self._orders: dict[int, tuple[int, list[int]]] = {}
 
-def prompts_of_step(
-    step: int, *, prompts_per_step: int, num_prompts: int, seed: int, shuffle: bool = True
-) -> list[tuple[int, int]]:
-    """The prompts of step `step` (from 0) of an unbroken run, as `(epoch, prompt_index)`."""
-    return prompts_at(step * prompts_per_step, prompts_per_step, num_prompts=num_prompts, seed=seed, shuffle=shuffle)
+    def at(self, position: int, count: int) -> list[tuple[int, int]]:
+        """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, index)`.
 
+        Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
+        """
+        return list(islice(self._from(position), count))
 
-def prompts_left(
-    consumed: Container[PromptKey],
-    num_prompts: int,
-    id_at: Callable[[int], str],
-    *,
-    num_epochs: int,
-    seed: int,
-    shuffle: bool = True,
-) -> Iterator[tuple[int, int]]:
-    """`(epoch, prompt_index)` left of `num_epochs` passes over the prompts, in the order of an unbroken run."""
-    for epoch in range(num_epochs):
-        for index in epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle).tolist():
+    def left(
+        self, consumed: Container[PromptKey], id_at: Callable[[int], str], *, num_epochs: int
+    ) -> Iterator[tuple[int, int]]:
+        """`(epoch, index)` left of as many prompts as `num_epochs` epochs have, in the order of an unbroken run."""
+        for epoch, index in islice(self._from(0), num_epochs * self._num_prompts):
             if (epoch, id_at(index)) not in consumed:
                 yield epoch, index
+
+    def _from(self, position: int) -> Iterator[tuple[int, int]]:
+        taken = self._taken(position)
+        turns = [
+            (_turn(number, weight), part)
+            for part, (number, weight) in enumerate(zip(taken, self._weights, strict=True))
+        ]
+        heapify(turns)
+        while True:
+            part = turns[0][1]
+            yield self._prompt(part, taken[part])
+            taken[part] += 1
+            heapreplace(turns, (_turn(taken[part], self._weights[part]), part))
+
+    def _taken(self, position: int) -> list[int]:
+        """Prompts of each data set among the first `position`."""
+        # All turns up to this one are taken: each data set has then rounded its quota, by half a prompt at most.
+        last = (position - len(self._weights) / 2 - 1) / sum(self._weights)
+        taken = [max(0, int(last * weight) - 1) for weight in self._weights]
+        for part, weight in enumerate(self._weights):
+            while _turn(taken[part], weight) <= last:
+                taken[part] += 1
+        for _ in range(position - sum(taken)):
+            part = min(range(len(taken)), key=lambda part: (_turn(taken[part], self._weights[part]), part))
+            taken[part] += 1
+        return taken
+
+    def _prompt(self, part: int, number: int) -> tuple[int, int]:
+        epoch, place = divmod(number, self._sizes[part])
+        if self._orders.get(part, (-1, []))[0] != epoch:
+            order = epoch_order(self._sizes[part], seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._orders[part] = epoch, order.tolist()
+        return epoch, sum(self._sizes[:part]) + self._orders[part][1][place]
+
+
+def _turn(number: int, weight: float) -> float:
+    """When a data set gives its prompt `number`, from 0: the data set whose turn is the earliest gives the next."""
+    return (number + 0.5) / weight
+
+
+def prompt_order(config: RunConfig, sizes: Sequence[int]) -> PromptOrder:
+    """The order of a run whose training data sets have these numbers of prompts."""
+    weights = [dataset.weight for dataset in config.data.train_sets.values() if dataset.weight is not None]
+    return PromptOrder(sizes, seed=config.training.seed, shuffle=config.data.shuffle, weights=weights)
 
 
 class LengthHints:

@@ -135,9 +135,15 @@ class Rows(Sequence[Example]):
     """Examples that are loaded when someone asks for them. Any thread may ask."""
 
     def __init__(
-        self, load: Callable[[str, int], Example], ids: Iterable[str] = (), positions: Iterable[int] = ()
+        self,
+        load: Callable[[str, int], Example],
+        ids: Iterable[str] = (),
+        positions: Iterable[int] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         self._load, self._ids, self._positions = load, list(ids), array("Q", positions)
+        self.sizes = tuple(sizes) or (len(self._ids),)
+        """Number of rows of each data set, in their order."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -348,7 +354,8 @@ def joined(parts: Sequence[Rows[Example]]) -> Rows[Example]:
     if not parts:
         return Rows(_no_row)
     ids = (row_id for part in parts for row_id in part._ids)
-    return Rows(parts[0]._load, ids, (position for part in parts for position in part._positions))
+    positions = (position for part in parts for position in part._positions)
+    return Rows(parts[0]._load, ids, positions, [len(part) for part in parts])
 
 
 def _no_row(row_id: str, position: int) -> NoReturn:

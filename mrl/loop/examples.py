@@ -18,7 +18,7 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.schema.teachers import DistillationConfig
 from mrl.data.batch import batch_examples
-from mrl.data.order import num_steps_of, prompts_of_step
+from mrl.data.order import num_steps_of, prompt_order
 from mrl.data.planning import SequenceCost, sequence_cost
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
@@ -45,10 +45,8 @@ class ExampleSupplier:
 
     def take(self, state: RunState, step: Step) -> list[Batch]:
         examples, config = self.data.train, self.config
-        batch_size, seed, shuffle = config.policy.train_global_batch_size, config.training.seed, config.data.shuffle
-        picked = prompts_of_step(
-            state.step, prompts_per_step=batch_size, num_prompts=len(examples), seed=seed, shuffle=shuffle
-        )
+        batch_size = config.policy.train_global_batch_size
+        picked = prompt_order(config, examples.sizes).at(state.step * batch_size, batch_size)
         step.trained = [(epoch, examples[index].example_id) for epoch, index in picked]
         self.folder.ledger.take(step.number, step.trained)
         return [self._batch([examples[index] for _, index in picked], config.policy)]

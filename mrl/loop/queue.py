@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
-from mrl.data.order import prompts_left
+from mrl.data.order import prompt_order
 from mrl.data.prompts import PromptData
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal, reasons_of
@@ -367,15 +367,14 @@ def open_queue(
     revive: Revive = lambda epoch, prompt: None,
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
-    train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
+    train, grpo = data.train, config.rollouts
 
     def prompts() -> Iterator[tuple[int, Prompt]]:
         # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be
         # restored.
-        consumed, epochs = ledger.state.consumed, grpo.max_num_epochs
-        for epoch, index in prompts_left(
-            consumed, len(train), train.id_at, num_epochs=epochs, seed=grpo.seed, shuffle=shuffle
-        ):
+        consumed = ledger.state.consumed
+        left = prompt_order(config, train.sizes).left(consumed, train.id_at, num_epochs=grpo.max_num_epochs)
+        for epoch, index in left:
             yield epoch, train[index]
 
     def counts(group: RolloutGroup) -> bool:

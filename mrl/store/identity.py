@@ -30,7 +30,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.dates import KEY as DATE
 from mrl.data.dates import writes_date
-from mrl.data.order import epoch_order
+from mrl.data.order import prompt_order
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import newest_step
 
@@ -124,10 +124,10 @@ def memory_of(config: RunConfig) -> Path:
 
 def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> dict[str, str]:
     """Section `data` of an identity."""
-    order = epoch_order(len(rows), seed=config.training.seed, epoch=0, shuffle=config.data.shuffle)
+    order = prompt_order(config, rows.sizes).at(0, len(rows))
     data = {
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),
-        "order (files, split, seed, shuffle)": _digest([rows.id_at(index) for index in order.tolist()]),
+        "order (files, split, seed, shuffle)": _digest([rows.id_at(index) for _, index in order]),
     }
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)

@@ -205,8 +205,13 @@ def check_data(config: RunConfig, problems: Problems) -> None:
 
 
 def check_training(config: RunConfig, problems: Problems) -> None:
-    """Checks that a training run has training rows."""
+    """Checks that a training run has training rows, and that weights say how much of each data set."""
     _check_list("data.train", config.data.train.datasets, problems)
+    weighted = {key: dataset.weight for key, dataset in config.data.train_sets.items()}
+    if any(weight is not None for weight in weighted.values()):
+        for key in [key for key, weight in weighted.items() if weight is None]:
+            rule = "other data sets have a weight, beside which a number of rows is none"
+            problems.add(f"{key}.weight", rule, "give a weight to each data set, or to none")
 
 
 def _check_list(key: str, datasets: Sequence[DatasetConfig] | None, problems: Problems) -> None:

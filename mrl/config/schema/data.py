@@ -163,6 +163,10 @@ class TrainDatasetConfig(DatasetConfig):
 
     split_validation_size: Annotated[float, Range(0, 2**31)] | None = follows("data.default.split_validation_size")
     """Rows held out for validation."""
+    weight: Annotated[float, Range(0, is_low_open=True)] | None = None
+    """Share of the prompts (sft, dpo, rm: rows) of each step, over the sum of all weights; the data set then has epochs
+    of its own. Of several data sets all have one, or none. null = by number of rows.
+    """
     max_samples: Positive | None = None
     """Use only so many of the rows, before any are held out; null = all."""
     seed: Count = follows("data.default.seed")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mrl.cluster.payload import pull
-from mrl.data.order import prompts_at
+from mrl.data.order import PromptOrder
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
 from mrl.train import train_step
@@ -68,7 +68,7 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         file.touch()
     with running(tmp_path, *SETTINGS) as (run, state):
         train, taken = run.supplier.data.train, taken_groups(run)
-        picks = prompts_at(0, 6, num_prompts=len(train), seed=run.config.grpo.seed)
+        picks = PromptOrder([len(train)], seed=run.config.grpo.seed).at(0, 6)
         prompts = [train[index] for _, index in picks]
         lonely.write_text(prompts[0].text)
         # The last two wait after their first turn until the weights are others.
@@ -119,7 +119,7 @@ def assert_too_old_groups_are_asked_again(
     """A group that ends two weights after it was asked for, while steps go on without it."""
     train, ledger, queue = run.supplier.data.train, run.folder.ledger, run.supplier.queue
     queue.plan = dataclasses.replace(queue.plan, freshest_first=True)
-    picks = prompts_at(0, len(train), num_prompts=len(train), seed=run.config.grpo.seed)
+    picks = PromptOrder([len(train)], seed=run.config.grpo.seed).at(0, len(train))
     known = {*ledger.state.taken, *ledger.state.consumed}
     held = next(train[index] for _, index in picks if (0, train[index].prompt_id) not in known)
     (folder / "free").write_text(

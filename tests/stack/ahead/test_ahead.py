@@ -16,7 +16,7 @@ import torch
 
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.verbs import PolicyVerbs
-from mrl.data.order import prompts_at
+from mrl.data.order import PromptOrder
 from mrl.data.packing import PackedRow
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier
@@ -31,7 +31,7 @@ from tests.waiting import HANG_S
 
 def assert_prompts_in_order(run: Run[RolloutSupplier], num_steps: int) -> None:
     """The ledger says that steps 1 to `num_steps` trained on the prompts of a synchronous run."""
-    picks = prompts_at(0, 4 * num_steps, num_prompts=len(run.supplier.data.train), seed=run.config.grpo.seed)
+    picks = PromptOrder([len(run.supplier.data.train)], seed=run.config.grpo.seed).at(0, 4 * num_steps)
     names = [run.supplier.data.train[index].prompt_id for _, index in picks]
     events = [json.loads(line) for line in run.folder.ledger.path.read_text().splitlines()]
     trained = [[prompt_id for _, prompt_id in event["prompts"]] for event in events if event["event"] == "trained"]

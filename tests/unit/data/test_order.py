@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.order import LengthHints, epoch_order, prompts_at, prompts_left, prompts_of_step
+from mrl.data.order import LengthHints, PromptOrder, epoch_order
 from mrl.types import Prompt
 
 
@@ -19,49 +19,72 @@ def test_the_order_is_fixed_for_ever():
 
 
 def test_without_shuffle_the_order_of_the_file():
-    assert prompts_at(4, 4, num_prompts=6, seed=0, shuffle=False) == [(0, 4), (0, 5), (1, 0), (1, 1)]
+    assert PromptOrder([6], seed=0, shuffle=False).at(4, 4) == [(0, 4), (0, 5), (1, 0), (1, 1)]
 
 
-@given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 30), st.integers(0, 30))
-def test_a_position_is_one_number(num_prompts: int, position: int, first: int, second: int):
-    def at(position: int, count: int) -> list[tuple[int, int]]:
-        return prompts_at(position, count, num_prompts=num_prompts, seed=7)
-
-    assert at(position, first + second) == at(position, first) + at(position + first, second)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.integers(1, 500),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.data(),
+)
+def test_a_position_is_one_number(sizes: list[int], position: int, first: int, second: int, data: st.DataObject):
+    one = st.one_of(st.floats(1e-3, 1e3), st.integers(1, 9))
+    weights = data.draw(st.one_of(st.just([]), st.lists(one, min_size=len(sizes), max_size=len(sizes))))
+    order = PromptOrder(sizes, seed=7, weights=weights)
+    assert order.at(position, first + second) == order.at(position, first) + order.at(position + first, second)
 
 
 def test_steps_cross_epochs_without_gap_or_repetition():
-    taken = [pick for step in range(10) for pick in prompts_of_step(step, prompts_per_step=3, num_prompts=10, seed=1)]
+    taken = [pick for step in range(10) for pick in PromptOrder([10], seed=1).at(3 * step, 3)]
     assert len(set(taken)) == 30
     assert {epoch for epoch, _ in taken} == {0, 1, 2}
 
 
 def test_a_step_larger_than_the_data_set():
-    picked = prompts_of_step(0, prompts_per_step=7, num_prompts=3, seed=1)
+    picked = PromptOrder([3], seed=1).at(0, 7)
     assert [epoch for epoch, _ in picked] == [0, 0, 0, 1, 1, 1, 2]
 
 
 @given(st.integers(1, 20), st.integers(1, 3), st.data())
 def test_what_is_consumed_is_left_out_and_nothing_else(num_prompts: int, num_epochs: int, data: st.DataObject):
     names = [f"p{index}" for index in range(num_prompts)]
-    whole = list(prompts_left(set(), num_prompts, names.__getitem__, num_epochs=num_epochs, seed=7))
-    assert whole == prompts_at(0, num_epochs * num_prompts, num_prompts=num_prompts, seed=7)
+    order = PromptOrder([num_prompts], seed=7)
+    whole = list(order.left(set(), names.__getitem__, num_epochs=num_epochs))
+    assert whole == order.at(0, num_epochs * num_prompts)
     consumed = data.draw(st.sets(st.sampled_from(whole)))
-    left = list(
-        prompts_left(
-            {(epoch, names[index]) for epoch, index in consumed},
-            num_prompts,
-            names.__getitem__,
-            num_epochs=num_epochs,
-            seed=7,
-        )
-    )
+    names_consumed = {(epoch, names[index]) for epoch, index in consumed}
+    left = list(order.left(names_consumed, names.__getitem__, num_epochs=num_epochs))
     assert left == [pick for pick in whole if pick not in consumed]
 
 
 def test_no_prompts_is_an_error():
     with pytest.raises(ValueError, match="data.train.data_path"):
-        prompts_at(0, 1, num_prompts=0, seed=0)
+        PromptOrder([0], seed=0)
+
+
+def test_a_weight_is_a_share_of_every_step():
+    """Seats of Sainte-Laguë by hand: quotients w / (2 k + 1) of 5, 3 and 1, highest first."""
+    order = PromptOrder([4, 2, 3], seed=0, shuffle=False, weights=[5, 3, 1])
+    parts = [0 if index < 4 else 1 if index < 6 else 2 for _, index in order.at(0, 9)]
+    assert parts == [0, 1, 0, 0, 1, 2, 0, 1, 0]
+    # Each data set has epochs of its own: the small one begins its second while the large one is in its first.
+    assert order.at(0, 9) == [(0, 0), (0, 4), (0, 1), (0, 2), (0, 5), (0, 6), (0, 3), (1, 4), (1, 0)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0.01, 100)), min_size=2, max_size=5), st.integers(1, 300))
+def test_weighted_prompts_are_each_asked_once_an_epoch_of_their_set(sets: list[tuple[int, float]], count: int):
+    sizes, weights = [size for size, _ in sets], [weight for _, weight in sets]
+    picked = PromptOrder(sizes, seed=3, weights=weights).at(0, count)
+    assert len(set(picked)) == count
+    first = 0
+    for size, weight in sets:
+        of_set = [epoch for epoch, index in picked if first <= index < first + size]
+        assert of_set == sorted(of_set)
+        assert [of_set.count(epoch) for epoch in range(len(of_set) // size)] == [size] * (len(of_set) // size)
+        assert abs(len(of_set) - count * weight / sum(weights)) < len(sets)
+        first += size
 
 
 def prompt(name: str, length: int = 1, env_name: str = "math") -> Prompt:

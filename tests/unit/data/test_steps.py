@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.order import count_steps, find_few_rows, num_steps_of
+from mrl.data.order import count_steps, find_few_rows, num_steps_of, prompt_order
 from mrl.data.prompts import load_prompts
 from mrl.recipes.tokenizer import byte_tokenizer
 
@@ -61,3 +61,21 @@ def test_the_check_counts_the_rows_that_a_run_trains_on(
 def test_data_that_are_not_here_are_not_counted(tmp_path: Path):
     config = configured(tmp_path, 4, "data.train.data_path=openai/gsm8k")
     assert find_few_rows(config) == []
+
+
+def test_a_step_asks_each_data_set_by_its_weight(tmp_path: Path):
+    sets = f"{{data_path: {tmp_path}/train.jsonl, split_validation_size: 2, weight: 1}}"
+    sets += f", {{data_path: {tmp_path}/large.jsonl, weight: 3}}"
+    rows = [
+        json.dumps({"id": f"large {index}", "question": f"{index}+2=", "answer": str(index + 2)}) for index in range(90)
+    ]
+    (tmp_path / "large.jsonl").write_text("\n".join(rows))
+    config = configured(tmp_path, 10, f"data.train=[{sets}]")
+    train = load_prompts(config).train
+    order = prompt_order(config, train.sizes)
+    steps = [[train.id_at(index) for _, index in order.at(8 * step, 8)] for step in range(12)]
+    assert (train.sizes, [sum(name.startswith("large") for name in step) for step in steps]) == ((8, 90), [6] * 12)
+    # Of the small set, less the two rows that are held out, the third epoch ends with the twelfth step.
+    assert sorted(name for step in steps for name in step if not name.startswith("large")) == sorted(
+        3 * [train.id_at(index) for index in range(8)]
+    )
