@@ -97,7 +97,7 @@ class PromptOrder:
 
 
 def _turn(number: int, weight: float) -> float:
-    """When a data set gives its prompt `number`, from 0: the data set whose turn is the earliest gives the next."""
+    """The place of a data set's prompt `number`, from 0, in the order: the smallest one is the next."""
     return (number + 0.5) / weight
 
 

@@ -176,7 +176,7 @@ def test_a_ray_that_does_not_start_is_said_in_one_line(tmp_path: Path, monkeypat
 def test_a_start_that_never_returns_is_not_tried_again_by_the_same_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As when the head stops in the middle: Ray waits for it, and ends the process after the time for a start."""
+    """A head that stops in the middle: Ray waits for it, and ends the process after the time for a start."""
     is_over, starts = threading.Event(), list[str]()
 
     def hang(**options):
