@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -282,6 +283,8 @@ def translated(actor: object, what: str) -> Iterator[None]:
             raise NoCluster(f"{lost}, and all actors there with it; {actor} gave no answer to {what}") from error
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
+        if (limit := resource.getrlimit(resource.RLIMIT_CPU)[0]) != resource.RLIM_INFINITY:
+            reason += f" The system ends each process that has computed for {limit} s (ulimit -t)."
         raise ActorLost(
             actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason
         ) from error

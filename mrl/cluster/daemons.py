@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def needs(store_bytes: int, *, on_gpus: bool) -> tuple[Need, ...]:
         ),
         Need("v", "as", resource.RLIMIT_AS, 1024, mapped, memory),
         Need("d", "data", resource.RLIMIT_DATA, 1024, data, memory),
+        Need("t", "cpu", resource.RLIMIT_CPU, 1, 3600, "the system ends each process that has computed for so long"),
     )
 
 
@@ -123,6 +125,7 @@ HARMS = (
 """Variables that Python reads in every process of a run. Others were tried, and do no harm."""
 
 
+SHARED = "/dev/shm"
 CPU_ENGINES = "lscpu"
 PROGRAMS = {
     "bash": "Ray starts each process of a run by",
@@ -156,6 +159,9 @@ def find_obstacles(
             reason = f"{does} {program}, which is in none of these folders"
             way_out = f"add that of {program}, mostly /usr/bin:/bin, or install it"
             found.append(Obstacle(f"PATH={os.environ.get('PATH', '')}", reason, way_out))
+    if error := _memory_error():
+        reason, way_out = "Ray and the run's processes share memory there", "mount it for this user to write"
+        found.append(Obstacle(f"{SHARED} takes no file ({error})", reason, f"{way_out}: mount -o remount,rw {SHARED}"))
     if error := _loopback_error():
         way_out = "as root: ip link set lo up; else start the container or namespace with a loopback interface"
         found.append(
@@ -196,6 +202,14 @@ def _too_low(need: Need) -> Obstacle | None:
 
 def _actions(text: str) -> list[str]:
     return [entry.partition(":")[0].strip() for entry in text.split(",")]
+
+
+def _memory_error() -> str:
+    try:
+        with tempfile.TemporaryFile(dir=SHARED):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _loopback_error() -> str:

@@ -70,6 +70,10 @@ FLAGS = {
 CONTEXT_EXCEEDED = "context_length_exceeded"
 TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
 """Texts about requests that are too long, vLLM's and ours."""
+MAX_REPEATS = 16 * 2**10
+"""Entries of a constraint's lists, each within the others: a grammar of 10**9 takes all memory of the node."""
+BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength const default".split()
+"""Numbers of a JSON schema that repeat nothing: of a text's length a grammar only counts."""
 UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "chat_template")
 """Fields that mean nothing here, or something else: an engine that streams, searches, hands its cache to another one,
 or takes programs of strangers."""
@@ -360,9 +364,12 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     is_free = body.get("tool_choice") in (None, "auto", "none")  # no grammar is made of the tools
     constraints = {name: body[name] for name in CONSTRAINTS if name in body and not (name == "tools" and is_free)}
     form = body.get("structured_outputs")
-    if isinstance(form, dict) and isinstance(form.get("json"), str):
-        with suppress(ValueError, RecursionError):  # vLLM refuses what is no JSON
-            constraints["schema"] = json.loads(form["json"])
+    for name in ("json", "structural_tag") if isinstance(form, dict) else ():
+        with suppress(ValueError, TypeError, RecursionError):  # vLLM refuses what is no JSON
+            constraints[f"{name} of structured_outputs"] = json.loads(form.get(name))
+    if not _repeats(constraints) <= MAX_REPEATS:
+        rule = f"numbers of entries (minItems, maxItems), each within the others, may come to {MAX_REPEATS:,}"
+        return f"{', '.join(CONSTRAINTS)}: {rule}; ask for fewer"
     texts = list(texts_of(constraints, with_keys=True))
     num_alternatives = sum(text.count("|") for text in texts) + sum(map(len, _lists(constraints)))
     if num_alternatives > MAX_ALTERNATIVES or sum(map(len, texts)) > MAX_CONSTRAINT_CHARACTERS:
@@ -384,6 +391,21 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
             "several requests"
         )
     return ""
+
+
+def _repeats(value: object) -> float:
+    """Most often that the numbers in a form repeat a part of it."""
+    most, waiting = 1.0, [(value, 1.0)]
+    while waiting:
+        item, times = waiting.pop()
+        if isinstance(item, dict):
+            counts = [number for name, number in item.items() if isinstance(number, int | float) and name not in BOUNDS]
+            times *= min(max([1, *counts]), 10.0**9)
+            most = max(most, times)
+            waiting += [(inner, times) for inner in item.values()]
+        elif isinstance(item, list):
+            waiting += [(inner, times) for inner in item]
+    return most
 
 
 def texts_of(value: object, *, with_keys: bool = False) -> Iterator[str]:

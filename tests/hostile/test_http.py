@@ -287,6 +287,18 @@ LIMITS = Limits(max_model_len=1000, num_slots=8)
             },
             "characters; they may have",
         ),
+        *(
+            ({"response_format": {"json_schema": {"schema": schema}}}, "each within the others, may come to 16,384")
+            for schema in (
+                {"type": "array", "minItems": 10**9},
+                {"type": "array", "maxItems": 1e9},
+                {"type": "array", "minItems": 10**400},
+                {"anyOf": [{"maxItems": 1000, "items": {"maxItems": 1000}}]},
+                {"contains": {}, "minContains": 10**6},
+            )
+        ),
+        ({"structured_outputs": {"json": '{"minItems": 1000000000}'}}, "each within the others"),
+        ({"structured_outputs": {"structural_tag": '{"a": [{"schema": {"minItems": 1e9}}]}'}}, "each within"),
         ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, f"{MAX_ANSWERS + 1} prompts with n=1"),
         ({"prompt": [[1]] * 200, "n": 8}, "200 prompts with n=8"),
         ({"prompt": "a" * 16_001}, "16001 characters"),
@@ -308,13 +320,14 @@ def test_a_request_that_asks_for_too_much_is_told_the_limit(body: dict[str, obje
         {"prompt": "a", "n": None},
         {},
         {"structured_outputs": {"choice": ["c"] * 1024}},
+        {"structured_outputs": {"json": {"maxItems": 128, "items": {"maxItems": 128, "items": {"maxLength": 10**5}}}}},
         {
             "response_format": {
                 "json_schema": {"schema": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}
             }
         },
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_the_largest_request_is_none_too_much(body: dict[str, object]):
     assert find_excess(body, LIMITS) == ""

@@ -45,6 +45,7 @@ def test_a_usual_host_has_no_obstacle():
         ("FSIZE", 100 * MIB, "ulimit -f is 102400, and 263168 is needed: Ray's object store is one file of 256 MiB"),
         ("NOFILE", 64, "ulimit -n is 64, and 128 is needed"),
         ("AS", 3 << 30, "ulimit -v is 3145728, and 3670016 is needed"),
+        ("CPU", 600, "ulimit -t is 600, and 3600 is needed: the system ends each process"),
         ("DATA", 1 << 30, "ulimit -d is 1048576, and 1572864 is needed"),
     ],
 )
@@ -101,6 +102,11 @@ def test_a_host_without_loopback_is_named():
         line.startswith("127.0.0.1 does not answer ([Errno 101] Network is unreachable)")
         and "ip link set lo up" in line
     )
+
+
+def test_shared_memory_that_takes_no_file_is_named():
+    (line,) = found(prelude="from mrl.cluster import daemons\ndaemons.SHARED = '/proc/self'")
+    assert line.startswith("/proc/self takes no file (") and "mount -o remount,rw" in line
 
 
 def test_too_few_processes_are_named_with_what_a_run_takes():
