@@ -10,11 +10,14 @@ from fnmatch import fnmatchcase
 from mrl.config.model import ModelSizes
 from mrl.config.schema.generation import GenerationConfig
 
-FORMS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor")
-"""vLLM's names of its online methods: a scale for each block of 128 x 128, for each output, or for a whole matrix."""
+MX = "mxfp8"
+FORMS = ("fp8_per_block", "fp8_per_channel", "fp8_per_tensor", MX)
+"""vLLM's names of its online methods: a scale for each block of 128 x 128, for each output, for a whole matrix, or a
+power of two for each 32 inputs of an output.
+"""
 
 BLOCK = 128
-_SCALE_BYTES = 4
+MX_BLOCK = 32
 
 KEPT = ("*.gate", "*.shared_expert_gate", "*.mixer.in_proj", "*.mixer.out_proj", "*.conv1d", "*.kv_b_proj")
 """Linear layers that stay in bfloat16 in every model, by vLLM's names: routers, whose rounding would send tokens to
@@ -27,6 +30,8 @@ def form_of(generation: GenerationConfig, sizes: ModelSizes) -> str:
     chosen = generation.vllm_kwargs.get("quantization")
     if chosen is not None:
         return str(chosen)
+    if generation.vllm_cfg.is_mx:
+        return MX
     return "fp8_per_block" if has_whole_blocks(generation, sizes) else "fp8_per_channel"
 
 
@@ -35,6 +40,14 @@ def has_whole_blocks(generation: GenerationConfig, sizes: ModelSizes) -> bool:
     parallel = generation.parallel
     width = sizes.expert_ffn // (parallel.tp if parallel.ep == 1 else 1)
     return not sizes.experts or (width % BLOCK == 0 and (sizes.latent or sizes.hidden) % BLOCK == 0)
+
+
+def input_widths(generation: GenerationConfig, sizes: ModelSizes) -> list[int]:
+    """Inputs of a worker's linear layers that can be in FP8, experts aside."""
+    tp, mla = generation.parallel.tp, sizes.mla
+    heads = sizes.heads * (mla.value if mla else sizes.head_dim)
+    lora = [mla.query_rank] if mla else []
+    return [sizes.hidden, sizes.latent, *lora, heads // tp, sizes.ffn // tp, sizes.shared_ffn // tp]
 
 
 def kept_layers(generation: GenerationConfig, sizes: ModelSizes) -> list[str]:
@@ -68,9 +81,10 @@ def quantised_bytes(name: str, shape: Sequence[int], form: str, kept: Sequence[s
     if any(fnmatchcase(f"{parent}.{part}", pattern) for part in _FUSED.get(last, (last,)) for pattern in kept):
         return None
     *experts, rows, columns = shape
-    scales = {
-        "fp8_per_tensor": 1,
-        "fp8_per_channel": rows,
-        "fp8_per_block": -(-rows // BLOCK) * -(-columns // BLOCK),
+    scale_bytes = {
+        "fp8_per_tensor": 4,
+        "fp8_per_channel": 4 * rows,
+        "fp8_per_block": 4 * -(-rows // BLOCK) * -(-columns // BLOCK),
+        MX: rows * columns // MX_BLOCK,
     }[form]
-    return math.prod(experts) * (rows * columns + _SCALE_BYTES * scales)
+    return math.prod(experts) * (rows * columns + scale_bytes)

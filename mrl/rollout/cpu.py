@@ -242,7 +242,7 @@ _SAME_TOKENS = (
     "with vLLM's, a request's tokens depend on what was proposed, so that its seed no longer says what it samples"
 )
 _UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed by seed"
-_ONLINE_FP8 = "vllm.model_executor.layers.quantization.online.fp8"
+_ONLINE = "vllm.model_executor.layers.quantization.online"
 _NEEDS_AMX = "vLLM's FP8 kernels for CPUs need AMX, or are not there"
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
@@ -293,11 +293,13 @@ PATCHES = (
         _prefer_plain_experts,
     ),
     *(
-        EnginePatch(f"{_ONLINE_FP8}.{name}", what, _NEEDS_AMX, "vLLM's do not", replace)
+        EnginePatch(f"{_ONLINE}.{name}", what, _NEEDS_AMX, "vLLM's do not", replace)
         for name, what, replace in (
-            ("init_fp8_linear_kernel", "FP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
-            ("select_fp8_moe_backend", "FP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
-            ("ops.scaled_fp8_quant", "the same cast in plain torch", lambda _: cpu_fp8.cast),
+            ("fp8.init_fp8_linear_kernel", "FP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
+            ("fp8.select_fp8_moe_backend", "FP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
+            ("fp8.ops.scaled_fp8_quant", "the same cast in plain torch", lambda _: cpu_fp8.cast),
+            ("mxfp8.init_mxfp8_linear_kernel", "MXFP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
+            ("mxfp8.select_mxfp8_moe_backend", "MXFP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
         )
     ),
     EnginePatch(

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16, mxfp8_e4m3_quantize
 
 from mrl.rollout.cpu_experts import PlainExperts, Read, linear
 
 _BLOCK = 128
+_MX = 32
 _FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(_FP8).max
 _MIN_SCALE = 1 / (_MAX * 512)
@@ -33,18 +35,26 @@ def cast(
     return (x.float() * found.reciprocal()).clamp(-_MAX, _MAX).to(_FP8), found
 
 
-def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, is_blocks: bool) -> Tensor:
-    """Numbers that an FP8 matrix [rows, columns] stands for; one scale, one a row, or with `is_blocks` one a block."""
-    if is_blocks:
+def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
+    """Numbers that an FP8 matrix [rows, columns] stands for.
+
+    `group`: 128 = a scale for each block of 128 x 128; 32 = a power of two for each 32 columns; None = one, or one a
+    row.
+    """
+    if group == _MX:
+        return dequant_mxfp8_to_bf16(weight, scale).to(dtype)
+    if group == _BLOCK:
         scale = scale.repeat_interleave(_BLOCK, 0)[: weight.shape[0]].repeat_interleave(_BLOCK, 1)
         scale = scale[:, : weight.shape[1]]
     return (weight.float() * scale).to(dtype)
 
 
-def rounded(x: Tensor, *, is_blocks: bool) -> Tensor:
-    """Inputs [..., columns] as a product in FP8 reads them: by a scale a row, or with `is_blocks` one a 128 columns."""
+def rounded(x: Tensor, group: int | None) -> Tensor:
+    """Inputs [..., columns] as a product in FP8 reads them: by a scale for each `group` columns, or for all of a row."""
+    if group == _MX:
+        return dequant_mxfp8_to_bf16(*mxfp8_e4m3_quantize(x.flatten(0, -2))).view_as(x).to(x.dtype)
     length = x.shape[-1]
-    groups = F.pad(x, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK)) if is_blocks else x.unsqueeze(-2)
+    groups = F.pad(x, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK)) if group else x.unsqueeze(-2)
     values, scale = cast(groups, use_per_token_if_dynamic=True)
     return (values.float() * scale).flatten(-2)[..., :length].to(x.dtype)
 
@@ -64,12 +74,14 @@ class PlainKernel:
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., columns] -> [..., rows]."""
         parameters = dict(layer.named_parameters(recurse=False))
-        if is_blocks := "weight_scale_inv" in parameters:
-            weight = meant(parameters["weight"], parameters["weight_scale_inv"], x.dtype, is_blocks=True)
+        weight, group = parameters["weight"], None
+        if (scale := parameters.get("weight_scale_inv")) is not None:
+            group = _BLOCK
+        elif (scale := parameters["weight_scale"]).dtype == torch.uint8:
+            group = _MX
         else:
-            # [columns, rows], as CUTLASS reads it.
-            weight = meant(parameters["weight"].t(), parameters["weight_scale"], x.dtype, is_blocks=False)
-        return linear(rounded(x, is_blocks=is_blocks), weight, bias)
+            weight = weight.t()  # [columns, rows], as CUTLASS reads it
+        return linear(rounded(x, group), meant(weight, scale, x.dtype, group), bias)
 
 
 class Fp8Experts(PlainExperts):
@@ -81,18 +93,18 @@ class Fp8Experts(PlainExperts):
 
     def _as_read(self, w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Read]:
         """The numbers that FP8 values stand for, and inputs rounded to FP8."""
-        is_blocks = self.quant_config.block_shape is not None
-        assert self.quant_config.w1_scale is not None and self.quant_config.w2_scale is not None
+        config = self.quant_config
+        group = None if config.block_shape is None else config.block_shape[1]
+        assert config.w1_scale is not None and config.w2_scale is not None
         return (
-            _meant_experts(w1, self.quant_config.w1_scale, dtype, is_blocks=is_blocks),
-            _meant_experts(w2, self.quant_config.w2_scale, dtype, is_blocks=is_blocks),
-            partial(rounded, is_blocks=is_blocks),
+            _meant_experts(w1, config.w1_scale, dtype, group),
+            _meant_experts(w2, config.w2_scale, dtype, group),
+            partial(rounded, group=group),
         )
 
 
-def _meant_experts(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, is_blocks: bool) -> Tensor:
-    experts = zip(weight, scale, strict=True)
-    return torch.stack([meant(one, its, dtype, is_blocks=is_blocks) for one, its in experts])
+def _meant_experts(weight: Tensor, scale: Tensor, dtype: torch.dtype, group: int | None) -> Tensor:
+    return torch.stack([meant(one, its, dtype, group) for one, its in zip(weight, scale, strict=True)])
 
 
 def choose_experts(**unused: object) -> tuple[Fp8MoeBackend, type]:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import read_config
-from mrl.config.fp8 import form_of, kept_layers
+from mrl.config.fp8 import MX, form_of, kept_layers
 from mrl.config.model import sizes_of
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
@@ -96,8 +96,9 @@ def engine_arguments(
         }
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
     arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
-    if is_cpu:
-        # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
+    if is_cpu or arguments.get("quantization") == MX:
+        # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order. NVIDIA GPUs have no
+        # Triton kernel for MXFP8; vLLM makes such experts of staged weights, in any order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
 

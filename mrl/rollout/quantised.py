@@ -14,6 +14,8 @@ from conversion.boxes import Slot
 from mrl.refit.staging import Quantiser
 
 _ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
+_KERNELS = {"fp8_linear", "kernel"}
+"""Attributes of vLLM's methods that hold the kernel of a linear layer, which packs weights."""
 _DONE = "_already_called_process_weights_after_loading"
 
 
@@ -62,8 +64,8 @@ def processed(layer: nn.Module, weights: Mapping[str, Tensor], kept: Mapping[str
     vars(shadow).update(_parameters={**kept, **own}, _buffers=dict(layer._buffers), _modules=dict(layer._modules))
     vars(shadow).pop(_DONE, None)
     vars(shadow)["quant_method"] = method
-    if "fp8_linear" in vars(method):
-        vars(method)["fp8_linear"] = copy.copy(vars(method)["fp8_linear"])
+    for name in _KERNELS & vars(method).keys():
+        vars(method)[name] = copy.copy(vars(method)[name])
     process: Callable[[nn.Module], None] = getattr(method, "process_weights_after_loading")  # noqa: B009  (of vLLM's methods)
     process(shadow)
     return {name: parameter.data for name, parameter in shadow.named_parameters(recurse=False)}

@@ -62,7 +62,7 @@ UNKNOWN = ""
 """Stands for the checksum of what was not read."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
 _ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
-_FP8 = ("num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
+_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
 _JUDGING = (
     "num_generations_per_prompt",
     "max_rollout_turns",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from mrl.config.errors import Problems
-from mrl.config.fp8 import BLOCK, FORMS, form_of, has_whole_blocks
+from mrl.config.fp8 import BLOCK, FORMS, MX, MX_BLOCK, form_of, has_whole_blocks, input_widths
 from mrl.config.model import ModelSizes
 from mrl.config.schema.run import RunConfig
 
@@ -20,6 +20,9 @@ def check_form(config: RunConfig, problems: Problems) -> None:
         rule = "refits write weights as the checkpoint has them, or as vLLM rounds them to FP8"
         problems.add(_FORM, rule, f"use {' or '.join(FORMS)} with {_ENGINE}.precision=fp8, or remove the key")
     if vllm.is_fp8:
+        if vllm.is_mx and form not in (None, MX):
+            rule = f"{_FORM}={form} is another form"
+            problems.add(f"{_ENGINE}.is_mx", rule, f"set it to false, or leave out {_FORM}")
         if generation.speculative_method == "mtp":
             rule = "drafting with MTP layers in FP8 is not built"
             problems.add(f"{_ENGINE}.precision", rule, "set it to bfloat16, or speculate with method ngram")
@@ -28,6 +31,7 @@ def check_form(config: RunConfig, problems: Problems) -> None:
         f"{_ENGINE}.num_first_layers_in_bf16": vllm.num_first_layers_in_bf16,
         f"{_ENGINE}.num_last_layers_in_bf16": vllm.num_last_layers_in_bf16,
         f"{_ENGINE}.quantization_ignored_layer_kws": vllm.quantization_ignored_layer_kws,
+        f"{_ENGINE}.is_mx": vllm.is_mx,
         f"{_ENGINE}.use_deep_gemm": vllm.use_deep_gemm,
         _FORM: form if form in FORMS else None,
     }.items():
@@ -42,14 +46,22 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     generation = config.policy.generation
     if not (config.has_engines and generation.vllm_cfg.is_fp8):
         return
-    if form_of(generation, model) != "fp8_per_block":
+    form, key = form_of(generation, model), f"{_ENGINE}.is_mx" if generation.vllm_cfg.is_mx else _FORM
+    if form not in ("fp8_per_block", MX):
         return
+    way_out = (
+        "use fp8_per_channel, or leave it out" if key == _FORM else f"leave it out, or use {_FORM}=fp8_per_channel"
+    )
     if not has_whole_blocks(generation, model):
         rule = (
             f"an expert of {model.expert_ffn} over the engine's workers, or of {model.latent or model.hidden}, is not "
             f"of whole blocks of {BLOCK}"
         )
-        problems.add(_FORM, rule, "use fp8_per_channel, or leave it out")
+        problems.add(key, rule, way_out)
+    odd = sorted({width for width in input_widths(generation, model) if width % MX_BLOCK})
+    if form == MX and odd:
+        rule = f"linear layers of a worker have {odd} inputs, and a scale is for {MX_BLOCK} of them"
+        problems.add(key, rule, way_out)
 
 
 def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> None:

@@ -67,7 +67,7 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         ),
         (
             f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit "
-            "writes; leave it out"
+            "writes, and vLLM's choice for MXFP8; leave it out"
         ),
     ),
     f"{_ENGINE}.precision": (

@@ -33,6 +33,12 @@ E4M3 = np.array(
     [(m / 8) * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
 )[:-1]
 REQUESTS = random_requests(8)
+MODELS = {
+    "fp8_per_block": "qwen3",
+    "fp8_per_channel": "nemotron_h",
+    "fp8_per_tensor": "deepseek_v3",
+    "mxfp8": "qwen3_moe",
+}
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
@@ -55,6 +61,12 @@ def expected(weight: Tensor, form: str) -> tuple[np.ndarray, np.ndarray]:
             scales[i, j] = np.maximum(np.abs(x[part]).max(), np.float32(1e-4)) / largest
             numbers[part] = nearest(x[part] * (np.float32(1) / scales[i, j]))
         return numbers, scales
+    if form == "mxfp8":
+        groups = x.astype(np.float64).reshape(len(x), -1, 32)
+        # The smallest power of two by which the largest number of a group is no more than 448.
+        mantissas, exponents = np.frexp(np.maximum(np.abs(groups).max(-1), 2.0**-126))
+        powers = np.clip(exponents - 9 + (mantissas > largest / 512), -127, 127)
+        return nearest(groups / 2.0 ** powers[..., None]).reshape(x.shape), (powers + 127).astype(np.uint8)
     if form == "fp8_per_channel":
         scales = np.maximum(np.abs(x).max(1, keepdims=True) / largest, np.float32(1) / (largest * np.float32(512)))
         return nearest(x / scales), scales
@@ -80,7 +92,7 @@ def extreme(shape: torch.Size) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path, form: str) -> None:
-    model_type = {"fp8_per_block": "qwen3", "fp8_per_channel": "nemotron_h", "fp8_per_tensor": "deepseek_v3"}[form]
+    model_type = MODELS[form]
     loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     engine = start_engine(loaded, precision="fp8", quantization=form)
     _check_casts(engine, form)
@@ -119,11 +131,11 @@ def _check_casts(engine: Engine, form: str) -> None:
     for weight in extreme(like.shape):
         made = quantiser.make({slot: weight})
         scales = next(tensor for name, tensor in made.items() if name != slot)
-        numbers = made[slot] if form == "fp8_per_block" else made[slot].t()
+        numbers = made[slot] if form in ("fp8_per_block", "mxfp8") else made[slot].t()
         wanted, wanted_scales = expected(weight, form)
         assert np.array_equal(scales.numpy(), wanted_scales)
         with np.errstate(divide="ignore", over="ignore"):
-            is_invertible = np.isfinite(np.float32(1) / wanted_scales).all()
+            is_invertible = form == "mxfp8" or np.isfinite(np.float32(1) / wanted_scales).all()
         if is_invertible:
             assert np.array_equal(numbers.float().numpy(), wanted)
         else:

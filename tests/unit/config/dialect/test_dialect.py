@@ -155,7 +155,7 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
     engine = "policy.generation.vllm_cfg"
     for key, value in [
         ("policy.generation.backend", "megatron"),
-        (f"{engine}.is_mx", "true"),
+        (f"{engine}.pow2_weight_scaling_factors", "true"),
         (f"{engine}.kv_cache_dtype", "fp8"),
         ("policy.quant_cfg", "nvfp4.yaml"),
         ("policy.generation.quant_cfg", "nvfp4.yaml"),

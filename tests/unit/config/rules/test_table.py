@@ -334,7 +334,9 @@ ENGINE.use_deep_gemm=true -> set that to fp8
 ENGINE.precision=fp8 -> fine
 ENGINE.precision=fp8 & KWARGS.quantization=fp8_per_tensor & ENGINE.num_last_layers_in_bf16=1 -> fine
 ENGINE.precision=fp8 & KWARGS.quantization=fp8_per_block => KWARGS.quantization=fp8_per_block -> not of whole blocks -> use fp8_per_channel
-ENGINE.is_mx=true -> sampling from weights in MXFP8 is not built
+ENGINE.is_mx=true -> set that to fp8
+ENGINE.precision=fp8 & ENGINE.is_mx=true => ENGINE.is_mx -> not of whole blocks -> quantization=fp8_per_channel
+ENGINE.precision=fp8 & ENGINE.is_mx=true & KWARGS.quantization=fp8_per_channel => ENGINE.is_mx -> is another form
 ENGINE.pow2_weight_scaling_factors=true -> powers of two is not built
 OVERRIDES.deterministic_mod=true -> nearest is deterministic_mode
 OVERRIDES.deterministic_mode=1 -> true or false
