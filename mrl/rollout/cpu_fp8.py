@@ -50,7 +50,7 @@ def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, group: int | None) 
 
 
 def rounded(x: Tensor, group: int | None) -> Tensor:
-    """Inputs [..., columns] as a product in FP8 reads them: by a scale for each `group` columns, or for all of a row."""
+    """Inputs [..., columns] as a product in FP8 reads them: by a scale for `group` columns each, or for a row."""
     if group == _MX:
         return dequant_mxfp8_to_bf16(*mxfp8_e4m3_quantize(x.flatten(0, -2))).view_as(x).to(x.dtype)
     length = x.shape[-1]

@@ -49,9 +49,9 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     form, key = form_of(generation, model), f"{_ENGINE}.is_mx" if generation.vllm_cfg.is_mx else _FORM
     if form not in ("fp8_per_block", MX):
         return
-    way_out = (
-        "use fp8_per_channel, or leave it out" if key == _FORM else f"leave it out, or use {_FORM}=fp8_per_channel"
-    )
+    way_out = "use fp8_per_channel, or leave it out"
+    if key != _FORM:
+        way_out = f"leave it out, or use {_FORM}=fp8_per_channel"
     if not has_whole_blocks(generation, model):
         rule = (
             f"an expert of {model.expert_ffn} over the engine's workers, or of {model.latent or model.hidden}, is not "

@@ -90,8 +90,7 @@ class VllmConfig:
     quantization_ignored_layer_kws: list[str] | None = None
     """Parts of names of linear layers whose weights stay in bfloat16 with `precision: fp8`, such as `o_proj`."""
     is_mx: bool = False
-    """With `precision: fp8`: weights and inputs in MXFP8, a power of two as the scale of each 32 numbers; for Blackwell.
-    """
+    """With `precision: fp8`: weights and inputs in MXFP8: 32 numbers share a power of two as scale. For Blackwell."""
     use_deep_gemm: bool = False
     """Linear layers in FP8 use DeepGEMM's kernels where they can, on GPUs."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
