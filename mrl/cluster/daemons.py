@@ -121,8 +121,18 @@ HARMS = (
         "Python opens a prompt where a process should end, which loses its exit code",
         "unset it",
     ),
+    *(
+        Harm(name, bool, "Ray would start as part of another cluster or job, and fail or wait", "unset it")
+        for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_OVERRIDE_RESOURCES")
+    ),
+    Harm(
+        "RAY_USE_TLS",
+        lambda text: text != "0" and not os.environ.get("RAY_TLS_SERVER_CERT"),
+        "Ray waits for ever for a certificate",
+        "unset it, or set RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT",
+    ),
 )
-"""Variables that Python reads in every process of a run. Others were tried, and do no harm."""
+"""Variables that Python or Ray reads in every process of a run. Others were tried, and do no harm."""
 
 
 SHARED = "/dev/shm"

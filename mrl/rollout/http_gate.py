@@ -364,9 +364,10 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     is_free = body.get("tool_choice") in (None, "auto", "none")  # no grammar is made of the tools
     constraints = {name: body[name] for name in CONSTRAINTS if name in body and not (name == "tools" and is_free)}
     form = body.get("structured_outputs")
-    for name in ("json", "structural_tag") if isinstance(form, dict) else ():
-        with suppress(ValueError, TypeError, RecursionError):  # vLLM refuses what is no JSON
-            constraints[f"{name} of structured_outputs"] = json.loads(form.get(name))
+    for name, text in form.items() if isinstance(form, dict) else ():
+        if name in ("json", "structural_tag") and isinstance(text, str):
+            with suppress(ValueError, RecursionError):  # vLLM refuses what is no JSON
+                constraints[f"{name} of structured_outputs"] = json.loads(text)
     if not _repeats(constraints) <= MAX_REPEATS:
         rule = f"numbers of entries (minItems, maxItems), each within the others, may come to {MAX_REPEATS:,}"
         return f"{', '.join(CONSTRAINTS)}: {rule}; ask for fewer"

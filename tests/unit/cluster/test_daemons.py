@@ -58,6 +58,9 @@ def test_a_limit_that_is_too_low_is_named_with_the_least_that_works(limit: str, 
 @pytest.mark.parametrize(
     "setting",
     [
+        "RAY_JOB_CONFIG_JSON_ENV_VAR={",
+        "RAY_OVERRIDE_RESOURCES={}",
+        "RAY_USE_TLS=1",
         "PYTHONWARNINGS=error",
         "PYTHONWARNINGS=default,err::DeprecationWarning",
         "PYTHONOPTIMIZE=2",
