@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mrl
 from mrl.envs.spawn import free_threads
 
 if TYPE_CHECKING:
@@ -229,6 +230,14 @@ def _loopback_error() -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def settings_of_ray() -> str:
+    """Variables of Ray that this process was started with, for a message about a failed start; "" if there are none."""
+    words = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
+    names = [word.partition("=")[0] for word in words if word.startswith("RAY_")]
+    names = [name for name in names if name not in mrl.NO_USAGE_STATISTICS]
+    return f"this shell sets {', '.join(names)}, which Ray reads; unset them; " if names else ""
 
 
 def last_words(folder: Path, earlier: Collection[int] = ()) -> str:

@@ -29,7 +29,7 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
 from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
-from mrl.cluster.daemons import OBJECT_STORE_BYTES, ended_children, last_words
+from mrl.cluster.daemons import OBJECT_STORE_BYTES, ended_children, last_words, settings_of_ray
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.hangs import RAY_PROCESSES
@@ -178,8 +178,8 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             if is_held or start == len(STARTS):
                 raise NoCluster(
                     f"Ray does not start on this host, tried {start} time{'s' * (start > 1)}: {reason}; this host has "
-                    f"{read_capacity()}; end what else runs here, or raise deadlines.start_s; python -m mrl.doctor "
-                    "looks at the host"
+                    f"{read_capacity()}; {settings_of_ray()}end what else runs here, or raise deadlines.start_s; "
+                    "python -m mrl.doctor looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); this host has %s; trying again", reason, read_capacity())
 

@@ -47,7 +47,8 @@ _ORDINARY = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(
-    r"(?<![\w.-])(?P<name>[\w.-]{1,60})(?:['\"]?\s?=\s?|['\"]?:[ \t]+)['\"]?(?P<value>(?<==)[^\s,;&)}\]|'\"]{1,400}|"
+    r"(?<![\w.-])(?P<name>[\w.-]{1,60})(?:['\"]?\s?=\s?|['\"]?:[ \t]+)['\"]?(?P<value>(?<=[= ])\([^()\n]{1,400}\)|"
+    r"(?<==)[^\s,;&)}\]|'\"]{1,400}|"
     r"(?<=\")[^\n\"]{1,400}|(?<=')[^\n']{1,400}|(?<![='\"])[^\n,;)}\]|'\"]{1,400})"
 )
 """A setting as in YAML, JSON, a shell or a call; behind a colon or in quotes its value may have words."""

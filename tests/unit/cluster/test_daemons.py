@@ -75,6 +75,14 @@ def test_a_variable_that_ends_every_child_is_named(setting: str):
     assert line.startswith(f"{setting}: ") and "unset it" in line
 
 
+def test_variables_of_ray_are_named_where_it_does_not_start():
+    ask = "from mrl.cluster.daemons import settings_of_ray; print(settings_of_ray())"
+    assert found({"RAY_worker_register_timeout_seconds": "1", "RAYMOND": "x"}, ask=ask) == [
+        "this shell sets RAY_worker_register_timeout_seconds, which Ray reads; unset them; "
+    ]
+    assert found(prelude="os.environ['RAY_AUTH_MODE'] = 'token'", ask=ask) == [""]
+
+
 def test_a_path_without_the_programs_that_start_processes_is_named(tmp_path: Path):
     lines = found({"PATH": str(tmp_path)})
     assert [line.startswith(f"PATH={tmp_path}: ") for line in lines] == [True, True]

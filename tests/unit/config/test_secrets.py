@@ -134,6 +134,8 @@ def test_urls(text: str, expected: str):
         "the password is missing; docker login needs -p, redis-cli -a; a password: none secret_of_layer_0123456789012",
         "next_token = argmax(x); per_token=a / b; api_key: str = tokens[0]",
         "forward pass: 12 ms, pass=prefill, backward_pass=overlap LEARNING_RATE=1e-6",
+        "WANDB_PROJECT=grpo WANDB_ENTITY=me WANDB_MODE=offline WANDB_TAGS=a HF_ENDPOINT=https://hf-mirror.com",
+        "MLFLOW_TRACKING_URI=http://mlflow:5000 HTTP_PROXY=http://proxy:3128 AWS_REGION=us-east-1 MASTER_ADDR=node01",
         "--max-token 1024 --token -x the api key is missing; https://x.org/docs/webhooks",
     ],
 )
@@ -168,6 +170,8 @@ def test_texts_without_secrets_stay(text: str):
         "secret_mycloud_Ab3dEfGhIjKlMcanary4rStUv.1234567",
         "machine github.com login me password canary",
         "PGPASSWORD=canary psql",
+        "requests.get(url, auth=('bob', 'canary'))",
+        "HTTPS_PROXY=http://me:canary@proxy:3128",
         # Variables and parameters whose names are on no list of harmless ones.
         "MY_THING=canary NCCL_DEBUG=INFO",
         "export FOO_BAR='canary b'",
