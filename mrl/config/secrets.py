@@ -31,7 +31,7 @@ from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.passwords import without_passwords
-from mrl.config.texts import safe_text
+from mrl.config.texts import safe_text, spelled
 from mrl.config.tokens import without_tokens
 
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
@@ -304,7 +304,7 @@ class SecretsFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Formats a record; every line of its text gets the prefix."""
         text = _COLOR.sub("", super().format(record))
-        text = safe_text(text if record.name == JOB else redact_text(text, self.secrets))
+        text = safe_text(text) if record.name == JOB else spelled(safe_text(redact_text(text, self.secrets)))
         now = datetime.fromtimestamp(record.created).astimezone()
         if self.style == "json":
             said = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname, "logger": record.name}
@@ -378,7 +378,7 @@ class SafeConsole:
         shown = text[len(kept) :] if self._stream.isatty() else self._without_redraws(text)
         if kept or shown:
             try:
-                self._stream.write(kept + safe_text(shown, len(text) + len(shown)))
+                self._stream.write(kept + spelled(safe_text(shown, len(text) + len(shown))))
             except BrokenPipeError:
                 _write_no_more(self._stream)
         return len(text)
@@ -432,7 +432,7 @@ def safe_console() -> Iterator[None]:
         for console, stream in zip((sys.stdout, sys.stderr), streams, strict=True):
             if isinstance(console, SafeConsole) and (drawn := console.take_drawn()):
                 with suppress(OSError, ValueError):  # a full disk, or closed
-                    stream.write(safe_text(drawn))
+                    stream.write(spelled(safe_text(drawn)))
             with suppress(OSError, ValueError):
                 console.flush()
         sys.stdout, sys.stderr = streams

@@ -19,6 +19,12 @@ CUT = "\n[cut]\n"
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+_UNSEEN = re.compile(
+    "[\u00ad\u115f\u1160\u180e\u200b\u2028\u2029\u2060-\u2064\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f]|"
+    r"(?<![^\x00-\x7f])[\u061c\u200c-\u200f]|[\u061c\u200c-\u200f](?![^\x00-\x7f])"
+)
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where it is not 1: `1 row`, `2 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
@@ -54,6 +60,14 @@ def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
         half = (max_characters - len(CUT)) // 2
         text = text[:half] + CUT + text[len(text) - half :]
     return _UNSAFE.sub(REPLACEMENT, text)
+
+
+def spelled(text: str) -> str:
+    """`text` with characters that nobody sees spelled out (`\\u200b`): names that look alike are told apart.
+
+    Joiners and marks of direction stay within the scripts that need them.
+    """
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def safe_values(value: object) -> object:
