@@ -51,6 +51,15 @@ class Loop:
     """A started run. A step is `rollouts.take`, `policy.train` as often as you like, and `refit.run`, which ends it.
 
     `take_batches` and `policy.update` in place of the first two make it as the config says, also on examples.
+
+    >>> (group,) = loop.engines.sample(loop.prompts[:1], num_generations=2)
+    >>> len(group.rewards)
+    2
+    >>> groups = loop.rollouts.take()
+    >>> losses = [loop.policy.train(loop.rollouts.sequences(groups))["train/loss"] for _ in range(2)]
+    >>> metrics = loop.refit.run({"mine/num_groups": float(len(groups))})
+    >>> metrics["mine/num_groups"], loop.step
+    (4.0, None)
     """
 
     run: Run[Supplier]

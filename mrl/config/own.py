@@ -56,10 +56,49 @@ REWARD = Kind(
     needs=("response", "turns", "solution_str"),
     takes_columns=True,
 )
+"""The reward of a rollout (docs/extend/reward.md).
+
+>>> def exact(response, reference_answer, points=1.0):
+...     return points * (response.strip() == reference_answer)
+>>> hook = bind(exact, REWARD)
+>>> hook.names, hook.optional
+({'response': 'response', 'reference_answer': 'reference_answer'}, ('points',))
+>>> hook(response=" 4", reference_answer="4")
+1.0
+"""
 ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
+"""The advantages of the rollouts of a step, group by group (docs/extend/estimator.md).
+
+>>> def above_mean(rewards):
+...     return [[reward - sum(group) / len(group) for reward in group] for group in rewards]
+>>> bind(above_mean, ESTIMATOR)(rewards=[[1.0, 0.0]], groups=[])
+[[0.5, -0.5]]
+"""
 AGENT = Kind(("client", "row"), "float", is_async=True, needs=("client",))
+"""A rollout of an agent, and its reward; `client` is openai.AsyncOpenAI (docs/extend/your_agent.md).
+
+>>> async def agent(client, row):
+...     answer = await client.responses.create(model="policy", input=row["question"])
+...     return float(row["answer"] in answer.output_text)
+>>> bind(agent, AGENT).names
+{'client': 'client', 'row': 'row'}
+"""
 LOSS = Kind(("tokens", "ratio_T", "clipped_ratio_T", "config"), "tuple[Tensor, Tensor]")
+"""The loss of each token of a packed row, and which tokens count as clipped (docs/extend/loss.md).
+
+>>> def unclipped(tokens, ratio_T):
+...     return -tokens.advantages_T * ratio_T, ratio_T < 0
+>>> sorted(bind(unclipped, LOSS).names)
+['ratio_T', 'tokens']
+"""
 PROCESSOR = Kind(("row",), "dict")
+"""A row of a data set in a form that mrl reads (docs/extend/processor.md).
+
+>>> def sums(fields):
+...     return {"question": f"{fields['a']} + {fields['b']} =", "answer": str(fields["a"] + fields["b"])}
+>>> bind(sums, PROCESSOR)(row={"a": 1, "b": 2})
+{'question': '1 + 2 =', 'answer': '3'}
+"""
 LOGGER = Kind(
     ("config", "run"),
     methods={
@@ -69,6 +108,16 @@ LOGGER = Kind(
         "close": (),
     },
 )
+"""A service that records a run's metrics; `mrl.api.Sink` does nothing (docs/extend/logger.md).
+
+>>> from mrl.api import Sink
+>>> class Printed(Sink):
+...     def __init__(self, config, run): ...
+...     def log(self, metrics, step):
+...         print(step, metrics)
+>>> Printed({}, None).log({"train/loss": 0.5}, 1)
+1 {'train/loss': 0.5}
+"""
 
 
 @dataclass(frozen=True)

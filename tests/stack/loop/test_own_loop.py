@@ -8,6 +8,7 @@ import json
 import pytest
 
 from mrl.api import Loop
+from tests.examples import run_examples
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -20,6 +21,12 @@ def test_engines_sample_prompts_of_ones_choice(live: LiveRun):
     texts = [[verdict.text for group in groups for verdict in group.verdicts] for groups in (first, again, other)]
     assert texts[0] == texts[1] != texts[2]
     assert live.state.step == step
+
+
+def test_the_example_of_a_loop_is_true(live: LiveRun):
+    loop = Loop(live.run, live.state)
+    num_groups = live.run.config.grpo.num_prompts_per_step
+    assert num_groups == 4 and run_examples(Loop.__doc__ or "", {"loop": loop}) == 6
 
 
 def test_a_step_is_that_of_mrls_own_loop(live: LiveRun, caplog: pytest.LogCaptureFixture):
