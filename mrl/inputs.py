@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
+MAX_WHOLE_BYTES = 16 << 20
+"""Limit of a data set that is read whole, to compare its rows with those of others."""
 MAX_COMPARED_BYTES = 128 << 20
 """Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -232,7 +234,34 @@ def _look_at_sets(
         return look
     for key, dataset in here.items():
         look.add(_look_at_rows(key, dataset, config, tokenizer, only_judge=only_judge))
+    if not only_judge:
+        with suppress(ValueError):
+            look.doubts += _look_for_shared(here, config)
     return look
+
+
+def _look_for_shared(here: Mapping[str, DatasetConfig], config: RunConfig) -> list[str]:
+    """Warns of validation rows that are training rows, too: among all rows, or of large files among some."""
+    from mrl.data.excerpts import excerpt
+    from mrl.data.prompts import prompt_reader
+    from mrl.data.reading import identities_of, told_of_shared
+    from mrl.data.records import records
+    from mrl.data.supervised import example_reader
+
+    reader_of = prompt_reader if config.has_engines else example_reader
+    trained, held, is_whole = set[int](), list[int](), True
+    for key, dataset in here.items():
+        reader: Reader = reader_of(key, dataset, config, None)
+        is_small = sum(path.stat().st_size for path in reader.files) <= MAX_WHOLE_BYTES
+        is_whole &= is_small
+        found = identities_of(
+            replace(reader, files=reader.files if is_small else _spread(reader.files)),
+            records if is_small else lambda path: excerpt(path).records,
+        )
+        trained.update(found) if key in config.data.train_sets else held.extend(found)
+    rows = "validation rows" if is_whole else "validation rows that were looked at"
+    said = told_of_shared(sum(one in trained for one in held), len(held), rows)
+    return [said] if said else []
 
 
 def _look_at_rows(

@@ -17,7 +17,7 @@ from mrl.config.errors import ConfigError, Problem
 from mrl.config.own import missing_columns
 from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
-from mrl.config.schema.env import NEED_ANSWER
+from mrl.config.schema.env import BUILT_IN, NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import (
     load_chat_format,
@@ -177,12 +177,15 @@ def prompt_reader(
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
             rest = fields  # NeMo Gym's agents get the row as it is
-        identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
+        identity: list[object] = [row.messages, row.answer]
+        if env_name not in BUILT_IN and reward is None:
+            # Tasks of agents and environments may ask alike, and differ in other columns.
+            identity.append({column: value for column, value in rest.items() if column != "id"})
         prompt = Prompt(
             *("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest), teacher),
             json.dumps(own_kwargs) if own_kwargs else "",
         )
-        return Parsed((text, prompt), row.row_id, identity, row.unshown)
+        return Parsed((text, prompt), row.row_id, json.dumps(identity, sort_keys=True), row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, own_kwargs: Fields) -> str:
         messages = (
@@ -201,7 +204,9 @@ def prompt_reader(
         find_data_files(dataset, setting=key, section=config.env),
         partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True),
     )
-    return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
+    parse_row_of = with_processor(dataset.processor, parse)
+    drops_repeats = known_dataset(dataset.dataset_name).repeats_rows
+    return Reader(key, dataset.source, files, parse_row_of, dataset.repeat, hint, drops_repeats)
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, overload
@@ -60,11 +61,12 @@ class TooLong(RowError):
 
 @dataclass(frozen=True)
 class Parsed(Generic[Value]):
-    """A good row, checked and rendered, and the id it gives itself. Of rows of one identity only the first is kept."""
+    """A good row, checked and rendered, and the id it gives itself."""
 
     value: Value
     row_id: str | None
     identity: str | None = None
+    """Text that is equal for rows that ask and teach the same, whatever their file, format and place."""
     unshown: tuple[str, ...] = ()
     """Keys that a reply seems to need, and that the model never sees."""
 
@@ -80,6 +82,8 @@ class Reader(Generic[Value]):
     repeat: int = 1
     hint: Callable[[Fields], str] = lambda fields: ""
     """Ends the message about a row that `parse` refuses."""
+    drops_repeats: bool = False
+    """Keeps only the first of rows of one identity."""
 
 
 def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> Callable[[Fields], Parsed[Value]]:
@@ -110,6 +114,8 @@ class Spool(Generic[Value]):
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()
         self._end = 0
+        self.identities = dict[int, int]()
+        """Hashes of the identities of rows, by their positions."""
 
     def add(self, value: Value) -> int:
         """Appends a value, and returns its position. Raises ValueError if the disk is full."""
@@ -252,11 +258,36 @@ def read_split(
         kept, held = hold_out(len(rows), dataset.held_out, seed=dataset.seed)
         train.append(rows.select(kept))
         held_out.append(rows.select(held))
+    kept, held = joined(train), joined([*held_out, *(rows for rows, _ in validation)])
+    trained = {spool.identities.get(position) for position in kept._positions} - {None}
+    num_shared = sum(spool.identities.get(position) in trained for position in held._positions)
+    spool.identities.clear()
+    if said := told_of_shared(num_shared, len(held)):
+        logger.warning("%s", said)
+    return kept, held, [left_out for _, left_out in read + validation]
+
+
+def told_of_shared(num_shared: int, num_rows: int, rows: str = "validation rows") -> str:
+    """Warns of validation rows that are training rows, too; "" if there are none."""
+    if not num_shared:
+        return ""
     return (
-        joined(train),
-        joined([*held_out, *(rows for rows, _ in validation)]),
-        [left_out for _, left_out in read + validation],
+        f"{num_shared:,} of {num_rows:,} {rows} are training rows, too: there validation measures what has been "
+        "trained on; name other rows in data.validation, or hold some out with data.train.split_validation_size"
     )
+
+
+def identities_of(reader: Reader[Value], read: Callable[[Path], Iterable[Record]] = records) -> Iterator[int]:
+    """Hashes of the identities of a data set's good rows, of which `read` yields the records."""
+    for path in reader.files:
+        for record in read(path):
+            with suppress(RowError):
+                if not record.fault and (parsed := reader.parse(json_object(record.line))).identity is not None:
+                    yield _hash_of(parsed.identity)
+
+
+def _hash_of(identity: str) -> int:
+    return int.from_bytes(hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def read_rows(
@@ -305,9 +336,8 @@ def sort_out(
                 if record.fault:
                     raise RowError(record.fault)
                 parsed = reader.parse(fields := json_object(record.line))
-                if parsed.identity is not None:
-                    text = parsed.identity.encode("utf-8", "surrogatepass")
-                    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+                digest = None if parsed.identity is None else _hash_of(parsed.identity)
+                if reader.drops_repeats and digest is not None:
                     if digest in seen:
                         left_out.num_repeated += 1
                         continue
@@ -328,6 +358,8 @@ def sort_out(
                 kept.update(record.line)
                 left_out.unshown.update(parsed.unshown)
                 row_id, position = parsed.row_id or f"{stem}:{record.number}", spool.add(parsed.value)
+                if digest is not None:
+                    spool.identities[position] = digest
                 for copy in range(reader.repeat):
                     ids.append(f"{row_id}/{copy}" if copy else row_id)
                     positions.append(position)

@@ -126,8 +126,9 @@ def example_reader(
             )
         for conversation in conversations:
             learned_of(conversation, only_final=how.only_unmask_final)
+        identity = json.dumps([[conversation.messages, conversation.tools] for conversation in conversations])
         if tokenizer is None:
-            return Parsed(Example("", ()), optional_text(fields, "id"), unshown=unshown)
+            return Parsed(Example("", ()), optional_text(fields, "id"), identity, unshown)
         sequences = []
         for conversation in conversations:
             prompted = dataclasses.replace(
@@ -139,7 +140,7 @@ def example_reader(
         longest = max(len(sequence.token_ids) for sequence in sequences)
         if longest > max_tokens:
             raise TooLong(longest)
-        return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"), unshown=unshown)
+        return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"), identity, unshown)
 
     files, hint = (
         find_data_files(dataset, setting=key),

@@ -49,7 +49,8 @@ def parse_once(fields: Fields) -> Parsed[int]:
 
 
 def reader(*files: Path, setting: str = "data.train", repeat: int = 1, drops_repeated: bool = False) -> Reader[int]:
-    return Reader(setting, str(files[0]), list(files), parse_once if drops_repeated else parse, repeat)
+    drops = {"drops_repeats": drops_repeated}
+    return Reader(setting, str(files[0]), list(files), parse_once if drops_repeated else parse, repeat, **drops)
 
 
 def write(path: Path, content: bytes) -> Path:
