@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conversion.files.hf_weights import describe_dtypes
 from mrl.config.errors import NotKnown
+from mrl.config.fp8 import form_of
 from mrl.config.model import read_model
 from mrl.config.parsers import shows_tools
 from mrl.config.rules.gym_servers import describe_routes
@@ -73,7 +74,8 @@ def _trainer(config: RunConfig, model: ModelName = "policy") -> str:
     sizes = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size}"
     experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
     lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
-    return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}"
+    fp8 = f"; products in FP8 ({megatron.fp8_cfg.fp8}, {megatron.fp8_cfg.fp8_recipe})" * megatron.fp8_cfg.enabled
+    return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}{fp8}"
 
 
 def _teachers(config: RunConfig) -> str:
@@ -106,21 +108,30 @@ def _critic(config: RunConfig) -> str:
     return f"{_model(config.model('critic'))}; {_trainer(config, 'critic')}; {config.num_passes} passes a step{first}"
 
 
-def _engines(config: RunConfig) -> str:
+def _engines(config: RunConfig, *, has_trainer: bool = True) -> str:
     if not config.has_engines:
         return "none"
     generation = config.policy.generation
-    where = (
-        "on the trainer's slots"
-        if generation.colocated.enabled
-        else f"on {config.num_dedicated_slots} slots of their own"
-    )
+    where = "on the trainer's slots"
+    if not has_trainer:
+        where = "without a trainer"
+    elif not generation.colocated.enabled:
+        where = f"on {config.num_dedicated_slots} slots of their own"
     nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
     limits = describe_limits(config, None)
     vllm = generation.vllm_cfg
+    precision = _fp8(config) if vllm.is_fp8 else vllm.precision
     stages = f" x pipeline {vllm.pipeline_parallel_size}" if vllm.pipeline_parallel_size > 1 else ""
     groups = f" x {vllm.num_groups} groups that share experts" if vllm.num_groups > 1 else ""
-    return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{groups}{nodes}, {where}, {limits}"
+    sizes = f"tensor {vllm.tensor_parallel_size}{stages}{groups}"
+    return f"{config.num_engines} of {sizes}{nodes}, {precision}, {where}, {limits}"
+
+
+def _fp8(config: RunConfig) -> str:
+    form = config.policy.generation.vllm_kwargs.get("quantization")
+    with suppress(ValueError):
+        form = form_of(config.policy.generation, read_model(Path(config.policy.model_name)))
+    return f"weights in FP8 ({form}, rounded after each refit)" if form else "weights in FP8"
 
 
 def _rewards(config: RunConfig) -> str:
@@ -218,7 +229,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "judges": _judges,
     "batch": _batch,
     "tokens": _tokens,
-    "prefixes": describe_sharing,
+    "prefixes": lambda config: describe_sharing(config) if config.has_engines else "",
     "steps": _steps,
     "data": _data,
     "rewards": _rewards,
@@ -247,6 +258,7 @@ ROWS_OF_EVALUATION: dict[str, Callable[[RunConfig], str]] = {
         f"{config.policy.max_total_sequence_length:,} a sequence, of which at most "
         f"{config.policy.generation.max_new_tokens:,} are sampled"
     ),
+    "engines": lambda config: _engines(config, has_trainer=False),
     "data": _held_out,
     "logs": lambda config: f"{config.evaluation_folder}/logs",
 }

@@ -100,7 +100,7 @@ def _module_path(function: str) -> str:
 
 def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
     """The first rows with their ids, and the number of all."""
-    from mrl.data.columns import find_lacking
+    from mrl.data.columns import find_idle, find_lacking
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
 
@@ -112,6 +112,8 @@ def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
     )
     if lacking := find_lacking([own], config.env.own.functions):
         raise ValueError("\n".join(f"{problem.value}: {problem.sentence}" for problem in lacking))
+    for line in find_idle([own], config.env.own.functions):
+        print(line.partition("=")[2])
     found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, rendered: (row_id, rendered[1]))
     return [found[index] for index in range(min(len(found), MAX_ROWS))], len(found)
 
@@ -183,7 +185,7 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
         table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
     rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
     lines = [*aligned(table), ""]
-    for trace in {verdict.trace_kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
+    for trace in {verdict.kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
         lines += [trace, ""]
     if rewards:
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -18,6 +19,8 @@ PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "ma
 """Flags of a rollout whose form made its reward 0."""
 NOT_FINITE = "not finite"
 """Words in the error of a step whose numbers are NaN or Inf, which all ranks raise."""
+_FRAMES = re.compile(r"(Traceback:\n(  .*\n)*)?")
+_FRAME = re.compile(r'^  (File "[^<].*", line \d+)', re.MULTILINE)
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -342,9 +345,13 @@ class Verdict:
         return self.is_valid or self.status == "flagged"
 
     @property
-    def trace_kind(self) -> str:
-        """The trace without its last line, which may have another message for each rollout."""
-        return self.trace.rpartition("\n")[0]
+    def kind(self) -> str:
+        """Equal for verdicts that fail alike: error type and line of the user's function, else the reason.
+
+        The message of an error may have another text for each rollout.
+        """
+        frames = _FRAME.findall(_FRAMES.match(self.trace)[0])  # pyright: ignore[reportOptionalSubscript]  matches all
+        return f"{self.reason.partition(':')[0]} {frames[-1]}" if frames else self.reason or self.status
 
     def adjusted(self, factor: float, added: float = 0.0) -> Verdict:
         """The verdict with `factor * reward + added` as reward. Components change alike, by an equal share of `added`.

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from mrl.config.errors import Problem
-from mrl.config.own import REWARD
+from mrl.config.own import REWARD, find_reward
 from mrl.data.fields import RowError, json_object
 from mrl.data.records import records
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mrl.data.reading import Reader
     from mrl.types import Prompt
 
+_VALUES = (*REWARD.parameters, *REWARD.synonyms)
 NUM_ROWS = 20
 """Rows of a data set that are looked at: rows of one data set have mostly the same columns."""
 
@@ -47,18 +49,13 @@ def find_lacking(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mappi
 
     for reader in readers:
         settings.append(reader.setting)
-        for record in islice((record for path in reader.files[:1] for record in records(path)), NUM_ROWS):
-            try:
-                if not record.fault:
-                    _, prompt = reader.parse(json_object(record.line)).value
-                    note(functions.get(prompt.env_name, ""), ())
-            except LacksColumns as error:
-                note(error.path, error.missing)
-                columns |= dict.fromkeys(error.columns)
-            except RowError:
-                continue  # a bad row, which is told with all of them
-    values = (*REWARD.parameters, *REWARD.synonyms)
-    known = list(dict.fromkeys((*values, *columns)))
+        for found in _first_rows(reader):
+            if isinstance(found, LacksColumns):
+                note(found.path, found.missing)
+                columns |= dict.fromkeys(found.columns)
+            else:
+                note(functions.get(found.env_name, ""), ())
+    known = list(dict.fromkeys((*_VALUES, *columns)))
     return [
         Problem(
             "environments/own",
@@ -69,5 +66,36 @@ def find_lacking(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mappi
             f"rename the parameter, or give it a default; there are {', '.join(known)}",
         )
         for name, path in functions.items()
-        for parameter in sorted(lacking.get(path, set()) - set(values))
+        for parameter in sorted(lacking.get(path, set()) - set(_VALUES))
     ]
+
+
+def find_idle(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mapping[str, str]) -> list[str]:
+    """Says which parameters of the `functions` keep their defaults, as no first row has such a column."""
+    columns = dict[str, set[str]]()
+    for prompt in (found for reader in readers for found in _first_rows(reader)):
+        if not isinstance(prompt, LacksColumns):
+            columns.setdefault(prompt.env_name, set()).update(json.loads(prompt.row))
+    said = []
+    for name, path in functions.items():
+        found = columns.get(name)
+        for parameter in find_reward(path).optional if found is not None else ():
+            if found is not None and parameter not in found:
+                near = difflib.get_close_matches(parameter, (*_VALUES, *found), n=1)
+                nearest = f"; the nearest of them is {near[0]}" if near else ""
+                said.append(
+                    f"env.own.functions.{name}={path}: {parameter} keeps its default, as it is neither a column of the "
+                    f"rows nor a name of mrl's{nearest}"
+                )
+    return said
+
+
+def _first_rows(reader: Reader[tuple[str, Prompt]]) -> Iterator[Prompt | LacksColumns]:
+    for record in islice((record for path in reader.files[:1] for record in records(path)), NUM_ROWS):
+        try:
+            if not record.fault:
+                yield reader.parse(json_object(record.line)).value[1]
+        except LacksColumns as error:
+            yield error
+        except RowError:
+            continue  # a bad row, which is told with all of them

@@ -28,7 +28,7 @@ from mrl.data.chat import (
     tokenizer_of,
     with_prompts,
 )
-from mrl.data.columns import LacksColumns, find_lacking
+from mrl.data.columns import LacksColumns, find_idle, find_lacking
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
@@ -128,6 +128,14 @@ def lacking_columns(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> lis
     if not functions:
         return []
     return find_lacking((prompt_reader(key, dataset, config, None) for key, dataset in sets.items()), functions)
+
+
+def idle_parameters(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str]:
+    """`find_idle` of the user's reward functions in these data sets; ValueError if one cannot be read."""
+    functions = config.env.own.functions
+    if not functions:
+        return []
+    return find_idle((prompt_reader(key, dataset, config, None) for key, dataset in sets.items()), functions)
 
 
 def prompt_reader(

@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ REFUSED = 3
 WITH_LOADER, WITH_TASKS = "verifiers>=0.1.14,<0.4", "verifiers==0.4.0"
 """Versions that take a module's `load_environment`, and those that take its taskset."""
 MAX_TURNS = 16
+MAX_FRAMES = 8
 """Turns of a taskset's agent; environments of load_environment have a limit of their own."""
 HELD_OUT = "set data.validation=null and data.train.split_validation_size"
 PR_SET_PDEATHSIG = 1
@@ -218,7 +220,10 @@ def serve(environment: Classic | Tasks, words: Sequence[str]) -> None:
         except TimeoutError:
             return JSONResponse({"error": "the environment takes over env.agent_timeout_s", "status": "timeout"})
         except Exception as error:  # of the user's environment: the rollout is masked with this reason
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"})
+            frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:])
+            message = "".join(traceback.format_exception_only(error))[:500].rstrip()
+            trace = "".join(["Traceback:\n", *frames, message])
+            return JSONResponse({"error": f"{type(error).__name__}: {error}", "trace": trace})
         finally:
             del os.environ[variable]
 

@@ -16,8 +16,10 @@ import logging
 import resource
 import socket
 import sys
+import sysconfig
 import tempfile
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -80,17 +82,26 @@ def serve(connection: socket.socket, score: Score) -> None:
 
 
 def traced(error: BaseException) -> tuple[str, str]:
-    """The place where a foreign function raised, as a message's end, and its frames; "" for functions of mrl."""
-    own = str(Path(__file__).parents[1])
+    """The innermost line of a foreign function at which it raised, as ` (FILE:LINE)`, and its frames; "" without any.
+
+    Frames of libraries count only where there are no others: the line in one may differ from text to text.
+    """
+    mrl = str(Path(__file__).parents[1])
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((own, "<frozen"))
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((mrl, "<frozen"))
     ]
     if not frames:
         return traced(error.__cause__) if error.__cause__ is not None else ("", "")
-    lines = [*traceback.format_list(frames[-MAX_FRAMES:]), *traceback.format_exception_only(error)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})", "".join(["Traceback:\n", *lines])[
-        -MAX_TRACE_CHARACTERS:
-    ].rstrip()
+    own = own_frames(frames) or frames
+    message = "".join(traceback.format_exception_only(error))[: MAX_TRACE_CHARACTERS // 2]
+    shown = "".join(["Traceback:\n", *traceback.format_list(own[-MAX_FRAMES:])])[: MAX_TRACE_CHARACTERS // 2]
+    return f" ({own[-1].filename}:{own[-1].lineno})", f"{shown}{message}".rstrip()
+
+
+def own_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Frames in files that are neither Python's nor an installed library's."""
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    return [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mrl.types import RolloutGroup, Status, TrainSequence
+from mrl.types import RolloutGroup, Status, TrainSequence, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig
@@ -65,32 +65,43 @@ class MaskTally:
     """Counts masked rollouts, whose function, agent or machine failed or which are flagged, and the reasons."""
 
     num_rollouts: int = 0
-    reasons: Counter[tuple[Status, str]] = field(default_factory=Counter)
+    kinds: Counter[tuple[Status, str]] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """The first reason of each kind."""
 
     def count(self, groups: Sequence[RolloutGroup]) -> MaskTally:
         """Adds the rollouts of these groups; returns itself."""
         self.num_rollouts += sum(len(group.verdicts) for group in groups)
-        self.reasons.update((v.status, v.reason) for group in groups for v in group.verdicts if not v.is_valid)
+        for verdict in masked_of(groups):
+            self.kinds[verdict.status, verdict.kind] += 1
+            self.reasons.setdefault(verdict.kind, verdict.reason)
         return self
 
     def text(self) -> str:
         """Share and commonest reason; empty if every rollout has a reward."""
-        without = Counter({key: count for key, count in self.reasons.items() if key[0] != "flagged"})
+        without = Counter({key: count for key, count in self.kinds.items() if key[0] != "flagged"})
         if not (num_masked := without.total()):
             return ""
-        (status, reason), count = without.most_common(1)[0]
+        (status, kind), count = without.most_common(1)[0]
         share = f"{num_masked:,} of {self.num_rollouts:,} rollouts ({num_masked / self.num_rollouts:.1%})"
-        return f"{share} are masked, and not trained on; {count:,} because of: {reason or status:.{MAX_REASON}}"
+        reason = (self.reasons[kind] or status)[:MAX_REASON]
+        return f"{share} are masked, and not trained on; {count:,} because of: {reason}"
 
     def by_kind(self) -> dict[Status, str]:
         """The commonest reason of each kind, if it has one."""
-        found = self.reasons.most_common()
-        return {status: reason[:MAX_REASON] for (status, reason), _ in reversed(found) if reason}
+        found = reversed(self.kinds.most_common())
+        return {status: reason[:MAX_REASON] for (status, kind), _ in found if (reason := self.reasons[kind])}
 
 
 def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:
-    """Counts of the reasons why verdicts are not valid."""
-    return Counter(v.reason or v.status for group in groups for v in group.verdicts if not v.is_valid)
+    """Counts of the reasons why verdicts are not valid; the first reason stands for all of its kind."""
+    first = dict[str, str]()
+    return Counter(first.setdefault(v.kind, v.reason or v.status) for v in masked_of(groups))
+
+
+def masked_of(groups: Sequence[RolloutGroup]) -> list[Verdict]:
+    """The verdicts that are not valid."""
+    return [verdict for group in groups for verdict in group.verdicts if not verdict.is_valid]
 
 
 def reason_of_masks(

@@ -16,14 +16,12 @@ import os
 import socket
 import ssl
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, cast
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -33,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
-from mrl.envs.child import MAX_FRAMES
+from mrl.envs.child import own_frames, traced
 from mrl.envs.own import outcome
 from mrl.envs.task import MASK_SAMPLE
 from mrl.rollout import http_gate
@@ -130,27 +128,9 @@ class LoopWatch:
         self._beat = time.monotonic()
 
 
-def _own(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    return [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
-
-
-def traced(error: BaseException) -> tuple[str, str]:
-    """The innermost line of an agent at which it raised, as ` (FILE:LINE)`, and a traceback of its own frames.
-
-    Both are "" where it raised in no file of its own.
-    """
-    mrl = str(Path(__file__).parents[1])
-    own = [frame for frame in _own(traceback.extract_tb(error.__traceback__)) if not frame.filename.startswith(mrl)]
-    if not own:
-        return "", ""
-    lines = [*traceback.format_list(own[-MAX_FRAMES:]), *traceback.format_exception_only(error)]
-    return f" ({own[-1].filename}:{own[-1].lineno})", "".join(["Traceback:\n", *lines]).rstrip()
-
-
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of a stack that is no library's, as `FILE:LINE in FUNCTION: SOURCE`."""
-    frame = (_own(frames) or list(frames))[-1]
+    frame = (own_frames(frames) or list(frames))[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 
 

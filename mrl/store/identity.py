@@ -58,6 +58,7 @@ OTHER = {
     "teacher": "another teacher",
     "critic": "another critic",
 }
+SEED = "seed"
 UNKNOWN = ""
 """Stands for the checksum of what was not read."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
@@ -126,6 +127,7 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
     """Section `data` of an identity."""
     order = prompt_order(config, rows.sizes).at(0, len(rows))
     data = {
+        SEED: str(config.training.seed) if config.data.shuffle else UNKNOWN,
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),
         "order (files, split, seed, shuffle)": _digest([rows.id_at(index) for _, index in order]),
     }
@@ -188,6 +190,7 @@ def find_changes(
     before, refused, said = (_read(file, resumes_at) if resumes_at else None) or identity, list[str](), list[str]()
     for name in names:
         parts, old = identity.get(name, {}), before.get(name, {})
+        old = {part: parts[part] for part in (SEED,) if part in parts} | old  # older runs have not written it
         changed = [part for part in parts | old if parts.get(part) not in (UNKNOWN, old.get(part))]
         if not changed:
             continue

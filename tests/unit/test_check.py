@@ -279,11 +279,13 @@ def test_an_evaluation_is_told_of_what_it_asks_alone(capsys: pytest.CaptureFixtu
     text = EVALUATION.replace("  temprature: 0.5\n", "").replace("num_workers: 0", "num_workers: 2")
     text = text.replace("{max_model_len", "{precision: bfloat16, max_model_len")
     (workplace / "eval.yaml").write_text(text)
-    words = ["eval.yaml", check.OPTION, "eval.k_value=1", "data.dataset_name=math"]
+    words = ["eval.yaml", check.OPTION, "eval.k_value=1", "data.dataset_name=math1000"]
     assert evaluate.main(words) == 2
     output = capsys.readouterr().out
     (refused,) = lines_of(output, "Refused: 1")
-    assert refused.startswith("data.validation.dataset_name=math: no such data set is known; use one of AIME2024, ")
+    assert refused.startswith("data.validation.dataset_name=math1000: no such data set is known; use one of AIME2024, ")
+    assert ", math, math500, " in refused and "Preference" not in refused and "tulu3" not in refused
+    assert ", without a trainer, " in output and "trainer's slots" not in output
     assert "data.train" not in output and "the rows of ," not in output
     assert "prepared/tiny/model, bfloat16: " in output and "packed into rows" not in output
     assert evaluate.main([*words[:-1], "data.dataset_name=https://example.org/rows.csv"]) == 2

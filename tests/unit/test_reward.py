@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.load import load_config
+from mrl.inputs import look_at_data
 from mrl.reward import main
 
 MODULE = """
@@ -29,6 +31,9 @@ def graded(response, grade): ...
 
 def lengthy(response):
     return len(response)
+
+def misspelt(response, anwser="", level=1, *, bonus=0.5):
+    return float(anwser in response) + bonus
 """
 DEEP_LINE = 1 + MODULE.splitlines().index('    return {"5": 1.0}[response]')
 
@@ -73,6 +78,20 @@ def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest
         and "mrl/envs" not in said
     )
     assert "2 of 2 replies have no reward" in said
+
+
+def test_parameters_that_keep_their_defaults_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path("rows.jsonl").write_text('{"question": "2+3=", "answer": "5", "level": 2}\n')
+    assert run(folder, "misspelt") == 0
+    said = "keeps its default, as it is neither a column of the rows nor a name of mrl's"
+    name = f"{folder.name}_mine:misspelt"
+    lines = [f"{name}: anwser {said}; the nearest of them is answer", f"{name}: bonus {said}"]
+    assert capfd.readouterr().out.splitlines()[:2] == lines
+    judge = f"{folder.name}_mine:judge"
+    for function, expected in ((name, [f"env.own.functions.mine={line}" for line in lines]), (judge, [])):
+        words = [f"++env.own.functions.mine={function}", "data.default.env_name=mine", "data.validation=null"]
+        config = load_config("grpo_tiny.yaml", [*words, "data.train.data_path=rows.jsonl"])
+        assert look_at_data(config, is_strict=False).doubts == expected
 
 
 def test_rows_without_answers_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):

@@ -230,7 +230,9 @@ def migrate(
         ]
         resolved = replace(setting, value=value)
         if entry.same is None or value in same:
-            (report.different if entry.differs(value) else report.without_effect).append((key, setting, entry.reason))
+            is_read = key[0] != "checkpointing" or value_of("checkpointing.enabled") is not False
+            notes = report.different if is_read and entry.differs(value) else report.without_effect
+            notes.append((key, setting, entry.reason))
         elif entry.refuses(value):
             problems.append(wrong("nemo-rl", key, resolved, entry.reason, entry.way_out))
         else:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mrl.config.errors import Problems, is_required
 from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.rules.gym_servers import check_gym
-from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
+from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset, names_of
 from mrl.config.schema.env import (
     BUILT_IN,
     CALLS_TOOLS,
@@ -194,7 +194,8 @@ def check_data(config: RunConfig, problems: Problems) -> None:
     """Checks that the data sets can be found and read."""
     data = config.data
     for key, dataset in (data.train_sets | data.validation_sets).items():
-        _check_dataset(key, dataset, data.default, problems)
+        kinds = ("pairs",) if config.learns_pairs else ("answers", *([] if config.has_engines else ["conversations"]))
+        _check_dataset(key, dataset, data.default, names_of(*kinds), problems)
         names = (*environment_names(config.env), NEMO_GYM)
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
             problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
@@ -230,14 +231,16 @@ def _check_environment_rows(key: str, dataset: DatasetConfig, config: RunConfig,
         problems.add(f"{key}.data_path", rule, "use rows with answers to learn")
 
 
-def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
+def _check_dataset(
+    key: str, dataset: DatasetConfig, default: DataDefaultConfig, known: str, problems: Problems
+) -> None:
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
         name_key = key_of("dataset_name", default, dataset, key)
         problems.add(
             name_key,
             "no such data set is known",
-            f"use one of {', '.join(DATASETS)}, or leave it out and give data_path",
+            f"use one of {known}, or leave it out and give data_path",
         )
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([is_required(f"{key}.data_path")])
@@ -249,7 +252,7 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         if made := way_to_prepare(path):
             way_out = f"correct the path ({made})"
         elif path.isidentifier():
-            way_out += f"; by name mrl knows {', '.join(DATASETS)}"
+            way_out += f"; by name mrl knows {known}"
         if "://" in path:
             problems.add(
                 f"{key}.data_path", "mrl reads no rows from an address", "download the file, and give its path"

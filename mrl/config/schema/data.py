@@ -31,6 +31,8 @@ class KnownDataset:
     """Share held out unless the config gives another."""
     repeats_rows: bool = False
     """True if it is published with every question many times; each is asked once an epoch."""
+    rows: Literal["answers", "conversations", "pairs"] = "answers"
+    """Rows that rollouts and SFT read, that SFT alone does, or that DPO and reward models do."""
 
 
 DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
@@ -38,27 +40,36 @@ DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
         "AIME2024": KnownDataset("HuggingFaceH4/aime_2024"),
         "AIME2025": KnownDataset("opencompass/AIME2025"),
         "AIME2026": KnownDataset("MathArena/aime_2026"),
-        "BinaryPreferenceDataset": KnownDataset(),
+        "BinaryPreferenceDataset": KnownDataset(rows="pairs"),
         "DAPOMath17K": KnownDataset("BytedTsinghua-SIA/DAPO-Math-17k", repeats_rows=True),
         "DAPOMathAIME2024": KnownDataset("BytedTsinghua-SIA/AIME-2024", repeats_rows=True),
         "DeepScaler": KnownDataset("agentica-org/DeepScaleR-Preview-Dataset"),
         "GSM8K": KnownDataset("openai/gsm8k", subset="main"),
         "gsm8k": KnownDataset("openai/gsm8k", subset="main"),
-        "HelpSteer3": KnownDataset("nvidia/HelpSteer3", subset="preference"),
+        "HelpSteer3": KnownDataset("nvidia/HelpSteer3", subset="preference", rows="pairs"),
         "NemoGymDataset": KnownDataset(),
         "Nemotron-Cascade-2-SFT-Math": KnownDataset(
-            "nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split_validation_size=0.05
+            "nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split_validation_size=0.05, rows="conversations"
         ),
         "OpenMathInstruct-2": KnownDataset("nvidia/OpenMathInstruct-2", split="train_1M", split_validation_size=0.05),
         "OpenR1-Math-220k": KnownDataset("open-r1/OpenR1-Math-220k", subset="default"),
-        "PreferenceDataset": KnownDataset(),
+        "PreferenceDataset": KnownDataset(rows="pairs"),
         "ResponseDataset": KnownDataset(),
+        "math": KnownDataset(),
+        "math500": KnownDataset("HuggingFaceH4/MATH-500", split="test"),
         "openai_format": KnownDataset(),
         "squad": KnownDataset("rajpurkar/squad"),
-        "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", split_validation_size=0.05),
+        "tulu3_sft_mixture": KnownDataset(
+            "allenai/tulu-3-sft-mixture", split_validation_size=0.05, rows="conversations"
+        ),
     }
 )
 """Known data sets by the name that NeMo RL gives them, with its defaults."""
+
+
+def names_of(*rows: str) -> str:
+    """Names of the data sets with rows of these kinds, for a message."""
+    return ", ".join(name for name, dataset in DATASETS.items() if dataset.rows in rows)
 
 
 def known_dataset(name: str | None) -> KnownDataset:

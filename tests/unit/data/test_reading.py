@@ -49,8 +49,8 @@ def parse_once(fields: Fields) -> Parsed[int]:
 
 
 def reader(*files: Path, setting: str = "data.train", repeat: int = 1, drops_repeated: bool = False) -> Reader[int]:
-    drops = {"drops_repeats": drops_repeated}
-    return Reader(setting, str(files[0]), list(files), parse_once if drops_repeated else parse, repeat, **drops)
+    parsed = parse_once if drops_repeated else parse
+    return Reader(setting, str(files[0]), list(files), parsed, repeat, drops_repeats=drops_repeated)
 
 
 def write(path: Path, content: bytes) -> Path:

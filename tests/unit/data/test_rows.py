@@ -224,6 +224,13 @@ PUBLISHED: dict[str, tuple[Fields, list[Fields], str]] = {
     "DeepScaler": ({"problem": "What is 2+3?", "answer": "5", "solution": "Add them."}, [user("What is 2+3?")], "5"),
     "AIME2024": ({"id": 60, "problem": "Every morning", "solution": "s", "answer": "204", "url": "u"},
                  [user("Every morning")], "204"),
+    "math500": (
+        {"problem": "Convert (0,3)", "solution": "s", "answer": "(3, \\pi/2)", "subject": "Precalculus", "level": 2,
+         "unique_id": "test/precalculus/807.json"},
+        [user("Convert (0,3)")],
+        "(3, \\pi/2)",
+    ),
+    "math": ({"problem": "Convert (0,3)", "expected_answer": "(3, \\pi/2)"}, [user("Convert (0,3)")], "(3, \\pi/2)"),
     "AIME2025": ({"question": "Find the sum", "answer": "70"}, [user("Find the sum")], "70"),
     "OpenR1-Math-220k": ({"problem": "What is 2+3?", "solution": "s", "answer": "5", "uuid": "u"},
                          [user("What is 2+3?")], "5"),

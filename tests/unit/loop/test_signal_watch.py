@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from mrl.algo.advantages import train_sequences
 from mrl.config.schema.algo import GrpoConfig
-from mrl.loop.signal_watch import NUM_EQUAL_STEPS, MaskTally, SignalWatch, reason_of_masks
-from mrl.types import RolloutGroup
+from mrl.envs.child import traced
+from mrl.loop.signal_watch import NUM_EQUAL_STEPS, MaskTally, SignalWatch, reason_of_masks, reasons_of
+from mrl.types import RolloutGroup, Verdict
 from tests.unit.algo.groups import group
 
 CONFIG = GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=2)
@@ -54,6 +57,43 @@ def test_masked_rollouts_are_said_with_their_share(caplog: pytest.LogCaptureFixt
         for step in range(1, 1 + NUM_EQUAL_STEPS):
             note(watch, step, HALF)
     assert f"all 3 rewards are 0, and {said}; steps in a row" in caplog.text
+
+
+def test_failures_at_one_line_are_one_kind_whatever_they_say_of_the_row():
+    """Nine rows fail at a line of the user's, each with its own text; two at another line, two with another error."""
+    verdicts = [
+        raised(function, f'row {number}\nof two lines\n  File "row.py", line {number}')
+        for number in range(9)
+        for function in (key_error, *([deep, value_error] if number < 2 else []))
+    ]
+    tally = MaskTally().count([replace(HALF[0], verdicts=tuple(verdicts))])
+    assert sorted(tally.kinds.values()) == [2, 2, 9]
+    assert "; 9 because of: KeyError: " in tally.text() and f"({__file__}:" in tally.by_kind()["error"]
+    assert reasons_of([replace(HALF[0], verdicts=tuple(verdicts))]).most_common(1)[0][1] == 9
+
+
+def key_error(text: str) -> None:
+    {}[text]
+
+
+def value_error(text: str) -> None:
+    raise ValueError(text)
+
+
+def deep(text: str) -> None:
+    """Raises in a library, at a line that depends on the text."""
+    json.loads("[" if text.startswith("row 0") else "{}{}")
+
+
+def raised(function: Callable[[str], None], text: str) -> Verdict:
+    try:
+        function(text)
+    except Exception as error:
+        place, trace = traced(error)
+        return replace(
+            HALF[0].verdicts[0], reason=f"{type(error).__name__}: {error}{place}", status="error", trace=trace
+        )
+    raise AssertionError
 
 
 def test_a_key_ends_the_run_after_some_in_a_row():

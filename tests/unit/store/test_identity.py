@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.model import with_value
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import CheckpointStore
-from mrl.store.identity import Identity, check_identity, identity_of, with_template_date
+from mrl.store.identity import Identity, check_identity, find_changes, identity_of, with_template_date
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.unit.store.test_run_folder import config as config_of
@@ -91,6 +92,18 @@ def test_another_content_is_another_identity(model: Path):
     assert changed(before, in_order) == ["data"]
     run.grpo.seed += 1
     assert identity(run) == in_order
+
+
+def test_a_changed_seed_is_named_and_one_that_no_older_run_has_written_is_not(model: Path, tmp_path: Path):
+    run = config(model)
+    before, after = identity(run), identity(with_value(run, "grpo.seed", run.grpo.seed + 1))
+    assert changed(before, after) == ["data"]
+    file = tmp_path / "identity.json"
+    older = {**before, "data": {part: value for part, value in before["data"].items() if part != "seed"}}
+    for written, said in ((before, "(seed, order (files, split, seed, shuffle) differ)"), (older, "(order (")):
+        file.write_text(json.dumps(written))
+        (refused,), _ = find_changes(file, after, allowed=[], resumes_at=4)
+        assert said in refused and find_changes(file, before, allowed=[], resumes_at=4) == ([], [])
 
 
 def test_the_batch_of_examples_decides_their_order(model: Path):

@@ -100,6 +100,8 @@ WITHOUT_EFFECT = [
     "env.nemo_gym.judge_base_url=null",
     "data.validation.split_validation_size=0",
     "grpo.async_grpo.nemo_gym_stream_retries=0",
+    "policy.optimizer.kwargs.foreach=false",
+    "policy.optimizer.kwargs.fused=true",
 ]
 # NeMo RL does something else with each: see the reasons in tables.yaml and rules.py.
 DIFFERENT = [
@@ -121,6 +123,16 @@ def test_what_has_no_effect_is_reported(load: Callable[..., tuple[RunConfig, Mig
     assert config == load()[0]
     (line,) = migration.sections()["without effect"]
     assert line.startswith(f"{override} (command line): ") and migration.differences() == []
+
+
+def test_what_is_done_otherwise_with_checkpoints_is_no_difference_without_any(
+    load: Callable[..., tuple[RunConfig, Migration]],
+):
+    override = "checkpointing.model_save_format=safetensors"
+    assert load(override)[1].differences() != []
+    migration = load(override, "checkpointing.enabled=false")[1]
+    assert migration.differences() == []
+    assert [line.partition(" ")[0] for line in migration.sections()["without effect"]] == [override]
 
 
 @pytest.mark.parametrize("override", DIFFERENT)
