@@ -19,8 +19,6 @@ PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "ma
 """Flags of a rollout whose form made its reward 0."""
 NOT_FINITE = "not finite"
 """Words in the error of a step whose numbers are NaN or Inf, which all ranks raise."""
-_FRAMES = re.compile(r"(Traceback:\n(  .*\n)*)?")
-_FRAME = re.compile(r'^  (File "[^<].*", line \d+)', re.MULTILINE)
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -305,8 +303,7 @@ class Flaw:
     """Place of the sequence in `RolloutInfo.sequences`."""
 
 
-LARGEST_REWARD = 3e38
-"""Advantages are float32."""
+LARGEST_REWARD = 3e38  # advantages are float32
 
 
 @dataclass(frozen=True)
@@ -346,12 +343,9 @@ class Verdict:
 
     @property
     def kind(self) -> str:
-        """Equal for verdicts that fail alike: error type and line of the user's function, else the reason.
-
-        The message of an error may have another text for each rollout.
-        """
-        frames = _FRAME.findall(_FRAMES.match(self.trace)[0])  # pyright: ignore[reportOptionalSubscript]  matches all
-        return f"{self.reason.partition(':')[0]} {frames[-1]}" if frames else self.reason or self.status
+        """Equal for verdicts that fail alike, whatever their messages: error type and place in the trace, or reason."""
+        place = re.match(r'Traceback:\n(?:  .*\n)*  (File "[^<].*", line \d+)', self.trace)
+        return f"{self.reason.partition(':')[0]} {place[1]}" if place else self.reason or self.status
 
     def adjusted(self, factor: float, added: float = 0.0) -> Verdict:
         """The verdict with `factor * reward + added` as reward. Components change alike, by an equal share of `added`.
