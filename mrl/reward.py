@@ -185,7 +185,7 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
         table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
     rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
     lines = [*aligned(table), ""]
-    for trace in {verdict.kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
+    for trace in {verdict.trace_kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
         lines += [trace, ""]
     if rewards:
         lines.append(

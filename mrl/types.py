@@ -342,7 +342,7 @@ class Verdict:
         return self.is_valid or self.status == "flagged"
 
     @property
-    def kind(self) -> str:
+    def trace_kind(self) -> str:
         """Equal for verdicts that fail alike, whatever their messages: error type and place in the trace, or reason."""
         place = re.match(r'Traceback:\n(?:  .*\n)*  (File "[^<].*", line \d+)', self.trace)
         return f"{self.reason.partition(':')[0]} {place[1]}" if place else self.reason or self.status

@@ -155,7 +155,7 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be
             # placed.
             ray_thread().within(
-                share * limit_s,
+                round(share * limit_s, 1),
                 "ray.init",
                 ray.init,
                 address="local",

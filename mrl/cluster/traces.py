@@ -23,8 +23,8 @@ class Traces:
 
     def log(self, request_id: str, verdict: Verdict, log_file: Path, *, way_out: str) -> None:
         """Logs the traceback, and names the file that has those of all rollouts."""
-        if not verdict.trace or verdict.kind in self._kinds or len(self._kinds) >= MAX_KINDS:
+        if not verdict.trace or verdict.trace_kind in self._kinds or len(self._kinds) >= MAX_KINDS:
             return
-        self._kinds.add(verdict.kind)
+        self._kinds.add(verdict.trace_kind)
         text = "%s %s. %s\nThe log of all such rollouts, and of what the function prints: %s%s"
         logger.warning(text, rollout_name(request_id), self._what, verdict.trace, log_file, way_out)

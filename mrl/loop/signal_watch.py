@@ -73,8 +73,8 @@ class MaskTally:
         """Adds the rollouts of these groups; returns itself."""
         self.num_rollouts += sum(len(group.verdicts) for group in groups)
         for verdict in masked_of(groups):
-            self.kinds[verdict.status, verdict.kind] += 1
-            self.reasons.setdefault(verdict.kind, verdict.reason)
+            self.kinds[verdict.status, verdict.trace_kind] += 1
+            self.reasons.setdefault(verdict.trace_kind, verdict.reason)
         return self
 
     def text(self) -> str:
@@ -96,7 +96,7 @@ class MaskTally:
 def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:
     """Counts of the reasons why verdicts are not valid; the first reason stands for all of its kind."""
     first = dict[str, str]()
-    return Counter(first.setdefault(v.kind, v.reason or v.status) for v in masked_of(groups))
+    return Counter(first.setdefault(v.trace_kind, v.reason or v.status) for v in masked_of(groups))
 
 
 def masked_of(groups: Sequence[RolloutGroup]) -> list[Verdict]:

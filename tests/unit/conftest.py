@@ -116,10 +116,11 @@ def workplace(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.Monkey
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     write_weights(model, TINY_CONFIG)
-    for name in ("train", "validation"):
-        row = {"question": "1+1=", "answer": "2", "agent_ref": {"name": "plain"}}
+    for name, question in (("train", "1+1="), ("validation", "0+2=")):
+        row = {"question": question, "answer": "2", "agent_ref": {"name": "plain"}}
         (data / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
-        (data / f"{name}_preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 64)
+        pair = {"prompt": question, "chosen": "2", "rejected": "3"}
+        (data / f"{name}_preferences.jsonl").write_text(f"{json.dumps(pair)}\n" * 64)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

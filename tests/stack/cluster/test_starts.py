@@ -20,7 +20,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from mrl.cluster import calls, policies, session
+from mrl.cluster import calls, policies, runtime, session
 from mrl.cluster.calls import ask, start_actor, wait_all
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
@@ -184,8 +184,10 @@ def test_a_start_that_never_returns_is_not_tried_again_by_the_same_process(
         is_over.wait(HANG_S)
 
     monkeypatch.setattr(ray, "init", hang)
-    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, "deadlines.start_s=0.2"])
-    line = r"Ray does not start .+, tried 1 time: .+no answer within 0\.1 s; .+ only a new process can try again; .+"
+    monkeypatch.setattr(runtime, "STARTS", (1e-3, 1e-3))
+    monkeypatch.setattr(runtime, "SHUTDOWN_SHARE", 1e-3)
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
+    line = r"Ray does not start .+, tried 1 time: .+no answer within 0\.3 s; .+ only a new process can try again; .+"
     with pytest.raises(NoCluster, match=line), placed_slots(config):
         pytest.fail("it starts")
     is_over.set()
