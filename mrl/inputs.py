@@ -244,8 +244,9 @@ def _look_at_sets(
 def _look_for_shared(here: Mapping[str, DatasetConfig], config: RunConfig) -> list[str]:
     """Warns of validation rows that are training rows, too: among all rows, or of large files among some."""
     from mrl.data.excerpts import excerpt
+    from mrl.data.overlap import told_of_shared
     from mrl.data.prompts import prompt_reader
-    from mrl.data.reading import identities_of, told_of_shared
+    from mrl.data.reading import identities_of
     from mrl.data.records import records
     from mrl.data.supervised import example_reader
 

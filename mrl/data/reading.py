@@ -28,6 +28,7 @@ from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import counted, safe_text
 from mrl.data.fields import EndlessRow, Fields, RowError, as_json, json_object
 from mrl.data.order import epoch_order
+from mrl.data.overlap import hash_of, told_of_shared
 from mrl.data.records import Record, records
 
 if TYPE_CHECKING:
@@ -267,27 +268,13 @@ def read_split(
     return kept, held, [left_out for _, left_out in read + validation]
 
 
-def told_of_shared(num_shared: int, num_rows: int, rows: str = "validation rows") -> str:
-    """Warns of validation rows that are training rows, too; "" if there are none."""
-    if not num_shared:
-        return ""
-    return (
-        f"{num_shared:,} of {num_rows:,} {rows} are training rows, too: there validation measures what has been "
-        "trained on; name other rows in data.validation, or hold some out with data.train.split_validation_size"
-    )
-
-
 def identities_of(reader: Reader[Value], read: Callable[[Path], Iterable[Record]] = records) -> Iterator[int]:
     """Hashes of the identities of a data set's good rows, of which `read` yields the records."""
     for path in reader.files:
         for record in read(path):
             with suppress(RowError):
                 if not record.fault and (parsed := reader.parse(json_object(record.line))).identity is not None:
-                    yield _hash_of(parsed.identity)
-
-
-def _hash_of(identity: str) -> int:
-    return int.from_bytes(hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+                    yield hash_of(parsed.identity)
 
 
 def read_rows(
@@ -336,7 +323,7 @@ def sort_out(
                 if record.fault:
                     raise RowError(record.fault)
                 parsed = reader.parse(fields := json_object(record.line))
-                digest = None if parsed.identity is None else _hash_of(parsed.identity)
+                digest = None if parsed.identity is None else hash_of(parsed.identity)
                 if reader.drops_repeats and digest is not None:
                     if digest in seen:
                         left_out.num_repeated += 1

@@ -31,9 +31,6 @@ EXCEPTIONS: Mapping[str, str] = {
     "tests/stack/cluster/test_reward_actors.py::<module>": (
         "a lower bound: the batch takes longer, and no rollout has this deadline"
     ),
-    "tests/stack/cluster/test_starts.py::test_a_start_that_never_returns_is_not_tried_again_by_the_same_process": (
-        "the deadline expires: the start never returns"
-    ),
     "tests/unit/plan/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": (
         "computed seconds, not waited for"
     ),
