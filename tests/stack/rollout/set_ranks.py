@@ -15,7 +15,8 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
-from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
+from mrl.config.fields import EnginePrecision
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
 
 # Groups that have one member in every engine of ours.
 SINGLE_GROUPS = ("_PCP", "_DCP")
@@ -63,13 +64,22 @@ def staged_layouts(model_type: str) -> list[VllmParallel]:
     return [VllmParallel(pp=3), VllmParallel(tp=2, ep=2 if model_type in WITH_EXPERTS else 1, pp=2)]
 
 
-def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32") -> dict[Slot, Tensor]:
+def load(
+    folder: Path,
+    parallel: VllmParallel,
+    worker: int,
+    *,
+    precision: EnginePrecision = "float32",
+    quantization: str | None = None,
+) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers after vLLM's class was built for this worker and its loader read a checkpoint.
 
-    Every element is NaN before the loader comes, so that what it leaves out differs from any table.
+    Every element is NaN before the loader comes, so that what it leaves out differs from any table. `quantization` is
+    the form of FP8 weights.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.model_executor.models import utils
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -87,9 +97,9 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
         pipeline_parallel_size=parallel.pp,
         expert_parallel_size=parallel.ep,
     )
-    config = engine_arguments(
-        str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0
-    ).create_engine_config()
+    kwargs: dict[str, object] = {} if quantization is None else {"quantization": quantization}
+    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg, vllm_kwargs=kwargs)
+    config = engine_arguments(str(folder), generation, seed=0).create_engine_config()
     config.parallel_config.data_parallel_rank = worker // parallel.tp if parallel.num_groups > 1 else 0
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
     with (
@@ -102,6 +112,8 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
         loader.load_weights(model, config.model_config)
+        if quantization is not None:
+            finalize_layerwise_processing(model, config.model_config)
         process_weights_after_loading(model, config.model_config, device)
     return engine_tensors(model)
 

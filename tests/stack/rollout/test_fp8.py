@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
-from conversion.families.common import VllmParallel
 from conversion.files.hf_folder import read_config
 from mrl.config.fp8 import FORMS, kept_layers, quantised_bytes
 from mrl.config.model import sizes_of
-from mrl.config.schema.generation import GenerationConfig
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.refit import RefitError
 from mrl.refit.staging import Quantiser
 from tests import models
@@ -113,14 +112,37 @@ def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path,
     assert differences(run(fresh, REQUESTS), rollouts) == []
 
 
-def test_workers_agree_on_scales(start_engine: StartEngine, tmp_path: Path) -> None:
-    loaded = models.save_model(tmp_path, "qwen3_moe", 0)
-    engine = start_engine(loaded, precision="fp8", quantization="fp8_per_channel", tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    "form, sizes",
+    [
+        ("fp8_per_channel", {"tensor_parallel_size": 2}),
+        ("fp8_per_block", {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
+        ("mxfp8", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_refits_of_all_workers_leave_what_vllm_loads(
+    start_engine: StartEngine, tmp_path: Path, form: str, sizes: dict[str, int]
+) -> None:
+    """Parts of experts, of whole blocks: workers that share a matrix agree on its scales, and a block holds parts of
+    query, key and value.
+    """
+    loaded, other = (
+        models.save_model(tmp_path / str(seed), "qwen3_moe", seed, hidden_size=128, moe_intermediate_size=256)
+        for seed in range(2)
+    )
+    engine = start_engine(loaded, precision="fp8", quantization=form, **sizes)
     before = engine.live_digest()
-    trainer = Trainer(loaded, VllmParallel(tp=2), precision="bfloat16", live=engine.tensor_dtypes())
+    parallel = GenerationConfig(vllm_cfg=VllmConfig(**sizes)).parallel
+    trainer = Trainer(loaded, parallel, precision="bfloat16", live=engine.tensor_dtypes())
     engine.enter("load")
     engine.prepare_refit(trainer.workers())
     refit(engine, trainer, version=1)
+    assert engine.live_digest() == before
+    trainer.load(other)
+    refit(engine, trainer, version=2)
+    assert engine.live_digest() != before
+    trainer.load(loaded)
+    refit(engine, trainer, version=3)
     assert engine.live_digest() == before
 
 

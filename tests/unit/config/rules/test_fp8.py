@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
-from mrl.config.fp8 import form_of, kept_layers, quantised_bytes
+from mrl.config.errors import Problems
+from mrl.config.fp8 import MX, form_of, input_widths, kept_layers, quantised_bytes
 from mrl.config.load import load_config
 from mrl.config.model import sizes_of
 from mrl.config.rules.checks import find_problems
+from mrl.config.rules.fp8 import check_blocks
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.plan.facts import PlanModel
@@ -52,6 +55,21 @@ def test_nemotrons_experts_are_no_whole_blocks():
     # 768 over 4 workers are one and a half blocks.
     cut = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", tensor_parallel_size=4))
     assert form_of(cut, sizes_of(published("qwen3_30b_a3b"))) == "fp8_per_channel"
+
+
+def test_scales_of_mxfp8_are_for_32_inputs():
+    """vLLM refuses others in the first start on a GPU: 'MXFP8 requires input_size_per_partition to be divisible'."""
+    sizes = sizes_of(published("qwen3_30b_a3b"))
+    cut = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", is_mx=True, tensor_parallel_size=4))
+    # 32 heads of 128 over 4 workers; no dense layers, and no shared expert.
+    assert input_widths(cut, sizes) == [2048, 0, 1024, 0, 0]
+    assert form_of(cut, sizes) == MX
+    config = load_config("grpo_tiny.yaml", [f"{ENGINE}.precision=fp8", f"{ENGINE}.is_mx=true"])
+    odd = dataclasses.replace(sizes_of(published("nemotron3_nano_30b_a3b")), experts=0, shared_ffn=3_728)
+    problems = Problems(config)
+    check_blocks(config, odd, problems)
+    (problem,) = problems.merged
+    assert problem.key == f"{ENGINE}.is_mx" and "have [3728] inputs" in problem.rule
 
 
 def test_chosen_layers_stay_in_bfloat16():
