@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Slot
+from conversion.families.common import VllmParallel
 from conversion.files.hf_folder import read_config
 from mrl.config.fp8 import FORMS, kept_layers, quantised_bytes
 from mrl.config.model import sizes_of
-from mrl.config.schema.generation import GenerationConfig, VllmConfig
+from mrl.config.schema.generation import GenerationConfig
 from mrl.refit import RefitError
 from mrl.refit.staging import Quantiser
 from tests import models
@@ -113,15 +114,15 @@ def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "form, sizes",
+    "form, parallel",
     [
-        ("fp8_per_channel", {"tensor_parallel_size": 2}),
-        ("fp8_per_block", {"tensor_parallel_size": 2, "expert_parallel_size": 2}),
-        ("mxfp8", {"pipeline_parallel_size": 2}),
+        ("fp8_per_channel", VllmParallel(tp=2)),
+        ("fp8_per_block", VllmParallel(tp=2, ep=2)),
+        ("mxfp8", VllmParallel(pp=2)),
     ],
 )
 def test_refits_of_all_workers_leave_what_vllm_loads(
-    start_engine: StartEngine, tmp_path: Path, form: str, sizes: dict[str, int]
+    start_engine: StartEngine, tmp_path: Path, form: str, parallel: VllmParallel
 ) -> None:
     """Parts of experts, of whole blocks: workers that share a matrix agree on its scales, and a block holds parts of
     query, key and value.
@@ -130,9 +131,15 @@ def test_refits_of_all_workers_leave_what_vllm_loads(
         models.save_model(tmp_path / str(seed), "qwen3_moe", seed, hidden_size=128, moe_intermediate_size=256)
         for seed in range(2)
     )
-    engine = start_engine(loaded, precision="fp8", quantization=form, **sizes)
+    engine = start_engine(
+        loaded,
+        precision="fp8",
+        quantization=form,
+        tensor_parallel_size=parallel.tp,
+        expert_parallel_size=parallel.ep,
+        pipeline_parallel_size=parallel.pp,
+    )
     before = engine.live_digest()
-    parallel = GenerationConfig(vllm_cfg=VllmConfig(**sizes)).parallel
     trainer = Trainer(loaded, parallel, precision="bfloat16", live=engine.tensor_dtypes())
     engine.enter("load")
     engine.prepare_refit(trainer.workers())
