@@ -63,6 +63,7 @@ UNLIMITED = {
     ): "of Ray's logs, in the folder of temporary files: on a disk of the host",
     ("mrl/cluster/daemons.py", "path.read_text("): "of the kernel, which has it in memory",
     ("mrl/cluster/daemons.py", "Path(f'/proc/{pid}/stat')"): "of the kernel, which has it in memory",
+    ("mrl/cluster/daemons.py", "Path('/proc/self/environ')"): "of the kernel, which has it in memory",
     (
         "mrl/cluster/lifetime.py",
         "(entry / 'environ').read_bytes()",
