@@ -13,8 +13,9 @@ MAX_MEAN_ERROR: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.05, "fp8":
 give more.
 
 FP8 (e4m3) keeps 4 binary digits: a significand uniform in its logarithm has a relative error of 1/16 / sqrt(3) x
-sqrt(3 / (8 ln 2)) = 2.65 % (root mean square), and a product of two such numbers one of 3.75 %. Logits that spread over
-4 nats are off by 0.15 then, which adds to the limit of bfloat16.
+sqrt(3 / (8 ln 2)) = 2.65 % (root mean square), and a product of two such numbers one of 3.75 %. Random models of four
+to seven layers measure 0.019 to 0.044 on average against float32, in all forms, and 0.004 to 0.007 in bfloat16
+(tests/stack/rollout/test_fp8.py). The limit is 4.5 times the largest, as models of real size have more layers.
 """
 MAX_MEAN_ERROR_OF_EXPERTS: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.1, "fp8": 0.25}
 FLIPPED_SHARE = 0.1

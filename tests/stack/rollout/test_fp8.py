@@ -15,12 +15,14 @@ from torch import Tensor
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from conversion.files.hf_folder import read_config
+from mrl.algo.agreement import MAX_MEAN_ERROR
 from mrl.config.fp8 import FORMS, kept_layers, quantised_bytes
 from mrl.config.model import sizes_of
 from mrl.config.schema.generation import GenerationConfig
 from mrl.refit import RefitError
 from mrl.refit.staging import Quantiser
 from tests import models
+from tests.parity import hf_scores
 from tests.rollouts import StartEngine, differences, random_requests, run
 from tests.stack.rollout.trainer import TIMEOUT_S, Trainer, refit
 
@@ -151,6 +153,21 @@ def test_refits_of_all_workers_leave_what_vllm_loads(
     trainer.load(loaded)
     refit(engine, trainer, version=3)
     assert engine.live_digest() == before
+
+
+def test_rounding_measures_a_quarter_of_the_limit(start_engine: StartEngine, tmp_path: Path) -> None:
+    """Mean difference of logprobs from transformers in float32; `MAX_MEAN_ERROR` says what was measured."""
+    folder, model = models.save_model(tmp_path, "qwen3", 0), models.tiny_model("qwen3", 0)
+    for form in FORMS:
+        engine = start_engine(folder, precision="fp8", quantization=form)
+        engine.set_weight_version(0)
+        rollouts = run(engine, random_requests(32, max_new_tokens=32)).values()
+        errors = [
+            np.abs(hf_scores(model, rollout.request.token_ids, rollout.token_ids.tolist()).logprobs - generated)
+            for rollout in rollouts
+            for generated in [rollout.generator_logprobs]
+        ]
+        assert MAX_MEAN_ERROR["fp8"] / 10 < np.concatenate(errors).mean() < MAX_MEAN_ERROR["fp8"] / 4
 
 
 def _check_casts(engine: Engine, form: str) -> None:
