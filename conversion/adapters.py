@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, Gated, Qkv, Replicated, RowParallel, Sections
+from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, Gated, Qkv, Regrouped, Replicated, RowParallel, Sections
 from conversion.families.common import Family, HfConfig, Model, Rule
 
 Kind = Literal["column", "row", "whole"]
@@ -150,6 +150,8 @@ def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
         output: Cut = replace(cut, query=b[0], key=b[1], value=b[2])
     elif isinstance(cut, Gated):
         output = Gated(*b)
+    elif isinstance(cut, Regrouped):
+        output = replace(cut, first=b[0], second=b[1])
     elif isinstance(cut, ColumnParallel | Sections):
         output = replace(cut, tensor=b[0])
     else:

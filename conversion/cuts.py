@@ -183,6 +183,38 @@ class Sections(Cut):
 
 
 @dataclass(frozen=True)
+class Regrouped(Cut):
+    """Two tensors of equal groups of rows, each with rows of every section; Megatron has the groups within a section.
+
+    All sections have as many units as there are groups.
+    """
+
+    first: Canonical
+    second: Canonical
+    of_first: tuple[Section, ...]
+    of_second: tuple[Section, ...]
+
+    def megatron(self, shard: AxisRank) -> Cutout:
+        return _rows(*(part for parts in self._sections(shard).values() for part in parts))
+
+    def checkpoint(self) -> dict[str, Cutout]:
+        return {f".{label}": _rows(*parts) for label, parts in self._sections(WHOLE).items()}
+
+    def _sections(self, shard: AxisRank) -> dict[str, list[tuple[Canonical, int, int]]]:
+        groups, found = self.of_first[0].num_units, {}
+        ranks = range(*shard.part(groups, f"heads in {self.first.name}"))
+        for tensor, sections in ((self.first, self.of_first), (self.second, self.of_second)):
+            offset, stride = 0, tensor.shape[0] // groups
+            for section in sections:
+                rows = section.rows // groups
+                found[section.label] = [
+                    (tensor, group * stride + offset, group * stride + offset + rows) for group in ranks
+                ]
+                offset += rows
+        return found
+
+
+@dataclass(frozen=True)
 class Qkv(Cut):
     """Query, key and value of grouped-query attention. Megatron interleaves them by group; vLLM concatenates them."""
 
@@ -190,15 +222,20 @@ class Qkv(Cut):
     key: Canonical
     value: Canonical
     head_dim: int
+    has_gate: bool = False
+    """True if each head of the query has a gate below it; Megatron has a group's gates below all its queries."""
 
     def megatron(self, shard: AxisRank) -> Cutout:
         """Equal row blocks of [q of group 0 | k 0 | v 0 | q of group 1 | ...]; a block may begin inside of a head."""
-        num_groups = self.key.shape[0] // self.head_dim
-        parts = []
+        num_groups, parts = self.key.shape[0] // self.head_dim, list[tuple[Canonical, int, int]]()
+        if self.has_gate:
+            # With fewer groups than ranks, Megatron cuts a group's queries, and not its gates.
+            shard.part(num_groups, f"heads of {self.key.name}")
         for group in range(num_groups):
             for tensor in self.tensors:
                 rows = tensor.shape[0] // num_groups
-                parts.append((tensor, group * rows, (group + 1) * rows))
+                whole = (tensor, group * rows, (group + 1) * rows)
+                parts += self._with_gates(*whole) if self.has_gate and tensor == self.query else [whole]
         low, high = shard.part(sum(stop - start for _, start, stop in parts), f"rows of the fused {self.query.name}")
         clipped, offset = [], 0
         for tensor, start, stop in parts:
@@ -207,6 +244,10 @@ class Qkv(Cut):
                 clipped.append((tensor, start + first - offset, start + last - offset))
             offset += stop - start
         return _rows(*clipped)
+
+    def _with_gates(self, tensor: Canonical, start: int, stop: int) -> list[tuple[Canonical, int, int]]:
+        dim = self.head_dim
+        return [(tensor, row, row + dim) for first in (start, start + dim) for row in range(first, stop, 2 * dim)]
 
     def vllm(self, shard: AxisRank) -> Cutout:
         """[q of the worker | k | v]; with more workers than key heads, several workers hold the same key head."""

@@ -30,6 +30,7 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 OF_EVERY_ENGINE = ("config/model", "transformers_utils/model_arch_config_convertor")
 ROPE = "model_executor/layers/rotary_embedding/__init__"

@@ -94,6 +94,23 @@ TINY: Mapping[str, Mapping[str, object]] = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "qwen3_next": _TINY_DECODER
+    | dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25),
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
     "glm4_moe": _TINY_DECODER
     | dict(
         attention_bias=True,

@@ -152,7 +152,10 @@ class Rule:
 
     cut: Cut | Experts
     megatron: str
-    """Name under Transformer Engine's specs; also the key in checkpoints, unless `checkpoint` names another."""
+    """Name under Transformer Engine's specs; also the key in checkpoints, unless `checkpoint` names another.
+
+    Empty where Megatron holds the tensor in that of another rule.
+    """
     vllm: str = ""
     """Empty where vLLM holds the tensor in that of another rule."""
     vllm_cut: Cut | None = None
@@ -198,7 +201,9 @@ class Model:
             if parallel.pp > 1 and self.tied_output is not None:
                 yield parallel.vpp - 1, None, self.tied_output
 
-    def engine_stage(self, parallel: VllmParallel, stage: int, *, has_ends: bool) -> Iterator[tuple[int | None, Rule]]:
+    def engine_stage(
+        self, parallel: VllmParallel, stage: int, *, has_ends: bool, has_norm_at_end: bool = False
+    ) -> Iterator[tuple[int | None, Rule]]:
         """Every rule of an engine's stage with the index of its layer; with `has_ends`, both ends are on all stages."""
         is_first, is_last = stage == 0, stage == parallel.pp - 1
         if is_first or has_ends or (is_last and self.tied_output is not None):
@@ -207,7 +212,7 @@ class Model:
             (index, rule) for index in parallel.layers_of(stage, len(self.layers)) for rule in self.layers[index]
         )
         if is_last or has_ends:
-            yield from ((None, rule) for rule in self.last)
+            yield from ((None, rule) for rule in self.last[int(has_norm_at_end and not is_last) :])
         if is_last and parallel.has_drafter:
             yield from ((None, rule) for rule in self.mtp)
 
@@ -229,14 +234,20 @@ class Family:
     """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them
     or not.
     """
+    has_norm_at_end: bool = False
+    """True if it builds the final norm on the last stage alone, even so."""
     stated: tuple[tuple[str, object], ...] = ()
     """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
     vllm_reads_stacked_experts: bool = True
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
+    left_out: str = ""
+    """First letters of the names of such layers, where they stand apart."""
 
     def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
         """Tells whether a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""
+        if self.left_out and name.startswith(self.left_out):
+            return True
         steps, last = hf_config.get("num_nextn_predict_layers") or 0, hf_config.get("num_hidden_layers") or 0
         if not self.leaves_out_mtp or not isinstance(steps, int) or not isinstance(last, int):
             return False
@@ -340,6 +351,8 @@ def _megatron_layout(
     placement = AxisRank(parallel.ep, coords.ep, "expert_model_parallel_size")
     layout: Layout = {}
     for chunk, layer, rule in _model(family, config_key).stage(parallel, coords.pp):
+        if not rule.megatron:
+            continue
         cut, local_name = rule.cut, rule.local if flavour == "local" and rule.local else rule.megatron
         name = _name("decoder.layers.{layer}.", layer, local_name)
         if isinstance(cut, Experts):
@@ -373,7 +386,9 @@ def _vllm_layout(
             "config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method "
             "ngram"
         )
-    for layer, rule in model.engine_stage(parallel, stage, has_ends=family.has_ends_everywhere):
+    for layer, rule in model.engine_stage(
+        parallel, stage, has_ends=family.has_ends_everywhere, has_norm_at_end=family.has_norm_at_end
+    ):
         shard, cut = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense, rule.vllm_cut or rule.cut
         if not rule.vllm:
             continue
@@ -392,7 +407,7 @@ def _torch_dist_layout(
         return _stacked_layers(model, dtype)
     layout: Layout = {}
     for layer, rule in model.all():
-        for suffix, cutout in rule.cut.checkpoint().items():
+        for suffix, cutout in rule.cut.checkpoint().items() if rule.megatron else ():
             layout[Slot(_name("decoder.layers.{layer}.", layer, rule.checkpoint or rule.megatron) + suffix)] = _slot(
                 cutout, rule.dtype or dtype
             )

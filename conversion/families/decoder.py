@@ -99,13 +99,14 @@ class Decoder:
         moe: Moe | None = None,
         rope: Rope | None = None,
         has_window_switch: bool = False,
+        kinds: tuple[str, ...] = ("full_attention",),
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
         Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of
-        the family has `use_sliding_window`, and drops the window unless that is true.
+        the family has `use_sliding_window`, and drops the window unless that is true. `kinds` may be in `layer_types`.
         """
-        check_no_window(hf_config, has_switch=has_window_switch)
+        check_no_window(hf_config, has_switch=has_window_switch, allowed=kinds)
         hidden, num_heads = (
             positive_integer(hf_config, "hidden_size"),
             positive_integer(hf_config, "num_attention_heads"),
@@ -138,11 +139,17 @@ def with_whole_heads(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
+def check_no_window(
+    hf_config: HfConfig, *, has_switch: bool = False, allowed: tuple[str, ...] = ("full_attention",)
+) -> None:
     """Refuses sliding windows that limit attention. Without a family's switch, vLLM uses any window in config.json."""
     kinds = hf_config.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-        raise ValueError(f"config.json: layer_types={sorted(set(map(str, kinds)))}: only full_attention is supported")
+    if isinstance(kinds, list) and set(kinds) - set(allowed):
+        names = " and ".join(allowed)
+        raise ValueError(
+            f"config.json: layer_types={sorted(set(map(str, kinds)))}: only {names} {'are' if allowed[1:] else 'is'} "
+            "supported"
+        )
     window = hf_config.get("sliding_window")
     if has_switch:
         ignore(hf_config, "max_window_layers")

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from dataclasses import replace
 
-from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe
+from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe, qwen3_next
 from conversion.families.common import Family, Model
 from conversion.families.decoder import (
     COMMON_SUPPORTED,
@@ -88,6 +88,7 @@ _FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
 } | {read.__name__: decoder_family(read) for read in (llama, qwen2, qwen3)}
 _FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=True) for read in (mixtral, qwen3_moe)}
 

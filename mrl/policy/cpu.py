@@ -335,6 +335,24 @@ def _mamba_kernels() -> dict[str, object]:
     }
 
 
+def _lacks_delta_kernels() -> bool:
+    from megatron.core.ssm import gated_delta_net
+
+    return not are_used("fla", is_imported=gated_delta_net.HAVE_FLA)
+
+
+def _delta_kernels() -> dict[str, object]:
+    from mrl.policy.delta_torch import chunk_gated_delta_rule
+    from mrl.policy.versions import IS_OLD
+
+    path = "megatron.core.ssm.gated_delta_net"
+    rule = {f"{path}.chunk_gated_delta_rule": chunk_gated_delta_rule}
+    if IS_OLD:
+        return rule | {f"{path}.HAVE_FLA": True}
+    # The layer of 0.19 asks for both when it is built.
+    return rule | {f"{path}.common.HAVE_FLA": True, f"{path}.gdn.chunk_gated_delta_rule": chunk_gated_delta_rule}
+
+
 PATCHES = (
     Patch(
         "the CPU, one program order, nothing compiled",
@@ -388,5 +406,12 @@ PATCHES = (
         is_needed=_lacks_mamba_kernels,
         values=_mamba_kernels,
         warning="mamba_ssm or causal_conv1d is not installed: Mamba layers run in plain torch, many times slower",
+    ),
+    Patch(
+        "the gated delta rule in plain torch",
+        "flash-linear-attention's kernels need a GPU, and may be missing there; the layer itself stays Megatron's",
+        until="flash-linear-attention runs on CPUs",
+        is_needed=_lacks_delta_kernels,
+        values=_delta_kernels,
     ),
 )

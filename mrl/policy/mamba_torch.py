@@ -226,7 +226,7 @@ def _scan(
 
     # Decays are differences of sums over a chunk; float64 keeps them exact for neighbours when the sums are large.
     decay_MGKQ = (dt_NLH * A_H).double().view(*chunked, num_groups, heads_per_group).permute(0, 2, 3, 1).cumsum(-1)
-    weights_MGKQQ = _DecayBetween.apply(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
+    weights_MGKQQ = DecayBetween.apply(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
     y_MGKQP = weights_MGKQQ @ u_MGKQP
     end = None
     if num_chunks > 1 or start is not None or needs_end:
@@ -237,7 +237,7 @@ def _scan(
         if start is not None:
             # As the state of one more chunk, before the first.
             states_NJ, decay_NJ = torch.cat([start.unsqueeze(1), states_NJ], dim=1), F.pad(decay_NJ, (1, 0))
-        ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
+        ending = torch.einsum("ngkij,njgkps->nigkps", DecayBetween.apply(decay_NJ), states_NJ)
         end = ending[:, -1] if needs_end else None
         entering = ending[:, :-1] if start is not None else F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0))
         entering_MGKPS = entering.flatten(0, 1)
@@ -247,7 +247,7 @@ def _scan(
     return (y_NLHP + x_NLHP * D_H.unsqueeze(-1)).flatten(2), end
 
 
-class _DecayBetween(torch.autograd.Function):
+class DecayBetween(torch.autograd.Function):
     """exp(decay_i - decay_j) for i >= j else 0, float32 [..., Q, Q], of summed log decays [..., Q]; keeps one."""
 
     @staticmethod

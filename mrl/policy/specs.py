@@ -18,12 +18,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE as IS_TE_IMPORTED
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -32,13 +38,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mrl.kernels import are_used
 from mrl.policy import versions
+from mrl.policy.delta_net import DeltaNet, HeadNorm
 from mrl.policy.packed import packed_attention, zigzag_attention
 from mrl.policy.tree_layers import TreeParams
 from mrl.policy.trees import tree_attention
@@ -81,7 +88,7 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = FullRankAttention
     if HAVE_TE:
-        return block
+        return _with_delta_nets(block, config, vp_stage)
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
@@ -106,6 +113,34 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
             # fuse that norm.
             parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = TorchNorm
+    return _with_delta_nets(block, config, vp_stage)
+
+
+def _with_delta_nets(
+    block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The block with gated delta nets for attention in the layers that `linear_attention_freq` lists.
+
+    Megatron builds such blocks of Transformer Engine's layers alone.
+    """
+    if config.experimental_attention_variant is None:
+        return block
+    column, row = (
+        (TELayerNormColumnParallelLinear, TERowParallelLinear) if HAVE_TE else (ColumnParallelLinear, RowParallelLinear)
+    )
+    net = ModuleSpec(
+        module=DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
+    )
+    offset, are_linear = get_transformer_layer_offset(config, vp_stage=vp_stage), config.linear_attention_freq
+    assert isinstance(are_linear, list)
+    for index, layer in enumerate(block.layer_specs):
+        if are_linear[offset + index]:
+            keys = dict(layer.submodules.sharded_state_dict_keys_map)
+            if not HAVE_TE:
+                keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+            # Megatron's layers of one kind share a spec.
+            parts = replace(layer.submodules, self_attention=net, sharded_state_dict_keys_map=keys)
+            block.layer_specs[index] = replace(layer, submodules=parts)
     return block
 
 
@@ -114,9 +149,20 @@ class TorchNorm:
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> nn.RMSNorm:
         assert config.normalization == "RMSNorm", config.normalization
-        norm = nn.RMSNorm(hidden_size, eps=config.layernorm_epsilon if eps is None else eps, dtype=config.params_dtype)
+        kind = ZeroCentredNorm if config.layernorm_zero_centered_gamma else nn.RMSNorm
+        norm = kind(hidden_size, eps=config.layernorm_epsilon if eps is None else eps, dtype=config.params_dtype)
         setattr(norm.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
         return norm
+
+
+class ZeroCentredNorm(nn.RMSNorm):
+    """RMS norm whose weight is the factor less one."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 Norm = TENorm if HAVE_TE else TorchNorm

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests import models
 from tests.stack.policy import layout_ranks
@@ -81,14 +83,16 @@ def transformers_gradients(
 ) -> Gradients:
     """Computes `gradients_of` by transformers, which writes the gradients to `scratch` as if they were weights.
 
-    `auxiliary` adds to the gradients, not to the loss.
+    `auxiliary` adds to the gradients, not to the loss. Gated delta nets go token by token: their rule by chunks rounds
+    gradients of decays to three digits.
     """
     model = transformers_model(folder)
     loss = torch.zeros(())
-    for row in ROWS:
-        advantages_T = layout_ranks.packed_row(row).advantages_T
-        loss = loss + (transformers_logprobs(model, row) * advantages_T).sum() / len(ROWS)
-    (loss if auxiliary is None else loss + auxiliary(model)).backward()
+    with patch.object(qwen3_next, "torch_chunk_gated_delta_rule", qwen3_next.torch_recurrent_gated_delta_rule):
+        for row in ROWS:
+            advantages_T = layout_ranks.packed_row(row).advantages_T
+            loss = loss + (transformers_logprobs(model, row) * advantages_T).sum() / len(ROWS)
+        (loss if auxiliary is None else loss + auxiliary(model)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         parameter.data = parameter.grad

@@ -33,7 +33,7 @@ from tests.stack.policy.layouts import (
 from tests.stack.ranks import RankPool
 
 DENSE = ("qwen2", "qwen3", "llama")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "deepseek_v3")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next")
 # Of the weights, not of the tokens. The last one is trained for some steps.
 SEEDS = (0, 1)
 PARITY_ROWS = [sequences(700, 2, 32, 260, 6), sequences(*range(20, 60))]
@@ -55,7 +55,8 @@ CONTEXT_LAYOUTS = {
     "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
 }
 CONTEXT_CASES = [
-    *((name, "cp2") for name in (*DENSE, *MOE)),
+    # Gated delta nets have no context parallelism.
+    *((name, "cp2") for name in (*DENSE, *MOE) if name != "qwen3_next"),
     *(("llama", layout) for layout in ("cp4", "pp2 vpp2 cp2", "tp2 sp pp2 cp2")),
     *(("qwen3_moe", layout) for layout in ("cp4", "tp2 sp cp2 ep2", "tp2 sp pp2 cp2 ep4")),
 ]
@@ -98,6 +99,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
         TP2_SP | CP2 | EP2,
     ),
     "latent attention with queries of full rank": ("deepseek_v3", dict(q_lora_rank=None), 4, TP2_SP | PP2 | EP2),
+    "gated delta nets of one head a rank, dense layers": (
+        "qwen3_next",
+        dict(layer_types=["linear_attention"] * 3 + ["full_attention"], mlp_only_layers=[0, 3]),
+        4,
+        TP2_SP | VPP2 | EP2,
+    ),
     "one key head for two ranks": ("qwen3", dict(num_key_value_heads=1), 2, TP2_SP),
     "one key head with bias": ("qwen2", dict(num_key_value_heads=1), 2, TP2),
     "uneven stages, tied embeddings": (
