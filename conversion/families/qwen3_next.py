@@ -34,6 +34,7 @@ def _decoder(hf_config: HfConfig) -> decoder.Decoder:
         shared=positive_integer(hf_config, "shared_expert_intermediate_size"),
         shared_name="shared_expert",
         has_shared_gate=True,
+        is_shared_whole_in_groups=True,
     )
     rope = decoder.read_rope(hf_config, percent=_ROTATED)
     return decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, rope=rope, kinds=_KINDS)

@@ -23,6 +23,8 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mrl.rollout import cpu_fp8
+from mrl.rollout.cpu_convolution import VECTOR_LANES, causal_conv1d
+from mrl.rollout.cpu_delta import gated_delta_net
 from mrl.rollout.cpu_experts import ROW_MULTIPLE, PlainExperts, linear
 from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
 from mrl.rollout.cpu_sampling import CountingRequest, draw_tokens, gumbel_seeds
@@ -35,9 +37,6 @@ from mrl.rollout.cpu_speculation import (
     scan_proposed,
     spread,
 )
-
-# torch's vector loops take 32 floats with AVX-512; the scalar loop for the rest rounds differently.
-VECTOR_LANES = 64
 
 # Unary functions whose scalar and vector loops differ, among those that the models here use.
 TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
@@ -118,34 +117,6 @@ def _tail_safe(out_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return result[: x.numel()].view(x.shape)
 
     return function
-
-
-def _causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_states: Tensor,
-    has_initial_state: Tensor,
-    cache_indices: Tensor,
-    query_start_loc: Tensor,
-    **unused: object,
-) -> Tensor:
-    """vLLM's function, with all sequences of one length at once: `x` and the result are [channels, tokens]."""
-    assert activation == "silu"
-    width = weight.shape[1]
-    out, lengths = torch.empty_like(x), query_start_loc.diff()
-    # Neither empty sequences nor padding have a state.
-    for length in lengths[(lengths > 0) & (cache_indices >= 0)].unique().tolist():
-        chosen = ((lengths == length) & (cache_indices >= 0)).nonzero()[:, 0]
-        positions = query_start_loc[chosen].long()[:, None] + torch.arange(length)
-        slots = cache_indices[chosen].long()
-        before = conv_states[slots, :, : width - 1].masked_fill(~has_initial_state[chosen][:, None, None], 0)
-        window = torch.cat([before, x[:, positions].transpose(0, 1)], dim=-1).contiguous()
-        result = F.silu(F.conv1d(window, weight.unsqueeze(1), bias, groups=len(weight)))
-        out[:, positions] = result.transpose(0, 1)
-        conv_states[slots, :, : width - 1] = window[..., length:]
-    return out
 
 
 def _causal_conv1d_update(
@@ -307,7 +278,7 @@ PATCHES = (
         "the same function, for all sequences of one length at once",
         "vLLM's takes one sequence after the other, a quarter of the time of a small model",
         "vLLM's takes several at once",
-        lambda _: _causal_conv1d,
+        lambda _: causal_conv1d,
     ),
     EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update",
@@ -322,6 +293,13 @@ PATCHES = (
         _DECODE,
         _SAME_BITS,
         lambda _: _selective_state_update,
+    ),
+    EnginePatch(
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core",
+        "gated delta nets in plain torch, token by token",
+        "vLLM's kernels for CPUs take bfloat16 alone, and decode with other bits than they read a prompt with",
+        "they take float32, and give the same bits",
+        lambda _: gated_delta_net,
     ),
     EnginePatch(
         "vllm.v1.worker.gpu_model_runner.CachedRequestState",

@@ -11,7 +11,7 @@ import torch
 def test_the_bits_are_those_of_vllm(dtype: torch.dtype) -> None:
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 
-    from mrl.rollout.cpu import _causal_conv1d
+    from mrl.rollout.cpu_convolution import causal_conv1d
 
     torch.manual_seed(0)
     for num_sequences in (1, 2, 7, 40):
@@ -36,7 +36,7 @@ def test_the_bits_are_those_of_vllm(dtype: torch.dtype) -> None:
             "query_start_loc": starts,
         }
         expected = causal_conv1d_fn_cpu(x, weight, bias, conv_states=expected_states, pad_slot_id=-1, **arguments)
-        found = _causal_conv1d(x, weight, bias, conv_states=found_states, **arguments)
+        found = causal_conv1d(x, weight, bias, conv_states=found_states, **arguments)
         for (start, stop), slot in zip(starts.unfold(0, 2, 1).tolist(), slots.tolist(), strict=True):
             if slot >= 0:
                 assert torch.equal(found[:, start:stop], expected[:, start:stop])
