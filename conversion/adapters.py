@@ -14,7 +14,18 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, Gated, Qkv, Regrouped, Replicated, RowParallel, Sections
+from conversion.cuts import (
+    Canonical,
+    ColumnParallel,
+    Cut,
+    Experts,
+    Gated,
+    Qkv,
+    Regrouped,
+    Replicated,
+    RowParallel,
+    Sections,
+)
 from conversion.families.common import Family, HfConfig, Model, Rule
 
 Kind = Literal["column", "row", "whole"]

@@ -97,7 +97,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
     "qwen3_next": _TINY_DECODER
     | dict(
         rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25),
-        layer_types=["linear_attention", "full_attention"] * 2,
+        full_attention_interval=2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=32,

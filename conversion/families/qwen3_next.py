@@ -20,7 +20,8 @@ _SUPPORTED = decoder.COMMON_SUPPORTED | {
     "tie_word_embeddings": (False, None),
 }
 _SIZE_KEYS = tuple(
-    f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    f"linear_{name}"
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 )
 _KINDS = ("linear_attention", "full_attention")
 # transformers' default.
@@ -47,7 +48,9 @@ def _is_linear(hf_config: HfConfig) -> list[bool]:
         interval = positive_integer(hf_config, "full_attention_interval", 4)
         return [(index + 1) % interval != 0 for index in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers:
-        raise ValueError(f"config.json: layer_types={given!r} must be a list with a name for each of {num_layers} layers")
+        raise ValueError(
+            f"config.json: layer_types={given!r} must be a list with a name for each of {num_layers} layers"
+        )
     return [kind == _KINDS[0] for kind in given]
 
 
@@ -115,9 +118,7 @@ def _delta_net(prefix: str, hf_config: HfConfig, found: decoder.Decoder) -> tupl
         _same("conv1d.weight", Sections(tensor("conv1d.weight", channels, 1, width), mixed)),
         _same("dt_bias", ColumnParallel(tensor("dt_bias", value_heads))),
         _same("A_log", ColumnParallel(tensor("A_log", value_heads))),
-        Rule(
-            Replicated(tensor("norm.weight", value_dim)), "self_attention.out_norm.weight", "linear_attn.norm.weight"
-        ),
+        Rule(Replicated(tensor("norm.weight", value_dim)), "self_attention.out_norm.weight", "linear_attn.norm.weight"),
         _same("out_proj.weight", RowParallel(tensor("out_proj.weight", found.hidden, values))),
     )
 

@@ -256,7 +256,7 @@ class ModelSizes:
 
     layers: tuple[str, ...]
     """Letters of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba; `*-` or `*E` of a
-    decoder.
+    decoder, `G-` or `GE` of one with a gated delta net there.
     """
     hidden: int
     vocabulary: int
@@ -271,6 +271,7 @@ class ModelSizes:
     shared_ffn: int = 0
     latent: int = 0
     mamba_heads: int = 0
+    """Of gated delta nets the values' heads, then their width, the keys' heads and their width."""
     mamba_head_dim: int = 0
     mamba_groups: int = 0
     mamba_state: int = 0
@@ -287,8 +288,14 @@ class ModelSizes:
 
     @property
     def mamba_projection(self) -> int:
-        """Rows of Mamba's in_proj: z, x, B, C and dt."""
-        return 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + self.mamba_heads
+        """Rows of Mamba's in_proj: z, x, B, C and dt; of gated delta nets z, value, query, key, beta and alpha."""
+        gates = 2 if self.has_delta_nets else 1
+        return 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + gates * self.mamba_heads
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """True if layers are gated delta nets; the others' attention then has gates."""
+        return any("G" in letters for letters in self.layers)
 
     @property
     def fc1_factor(self) -> int:
@@ -328,12 +335,16 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         return int(str(given.get(name) or 0))
 
     pattern, with_experts = given.get("hybrid_override_pattern"), set(found.expert_layers(hf_config))
-    layers = (
-        tuple(str(pattern))
-        if pattern
-        else tuple("*E" if index in with_experts else "*-" for index in range(size("num_layers")))
+    linear = given.get("linear_attention_freq")
+    are_linear = linear if isinstance(linear, list) else [0] * size("num_layers")
+    layers = tuple(str(pattern or "")) or tuple(
+        ("G" if is_linear else "*") + ("E" if index in with_experts else "-")
+        for index, is_linear in enumerate(are_linear)
     )
     kinds = set("".join(layers))
+    delta = [size(f"linear_{name}") for name in ("num_value_heads", "value_head_dim", "num_key_heads", "key_head_dim")]
+    mamba = [size(f"mamba_{name}") for name in ("num_heads", "head_dim", "num_groups", "state_dim")]
+    heads, *widths = delta if "G" in kinds else mamba
     mla = [size(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
     return ModelSizes(
         layers=layers,
@@ -350,10 +361,10 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         expert_ffn=size("moe_ffn_hidden_size"),
         shared_ffn=size("moe_shared_expert_intermediate_size"),
         latent=size("moe_latent_size"),
-        mamba_heads=size("mamba_num_heads") if "M" in kinds else 0,
-        mamba_head_dim=size("mamba_head_dim"),
-        mamba_groups=size("mamba_num_groups"),
-        mamba_state=size("mamba_state_dim"),
+        mamba_heads=heads if kinds & {"M", "G"} else 0,
+        mamba_head_dim=widths[0],
+        mamba_groups=widths[1],
+        mamba_state=widths[2],
         mla=LatentAttention(*mla) if given.get("multi_latent_attention") else None,
         model_class=found.model_class,
         has_expert_bias=bool(given.get("moe_router_enable_expert_bias", False)),

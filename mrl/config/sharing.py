@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from mrl.config.errors import spell
-from mrl.config.model import read_model
+from mrl.config.model import ModelSizes, read_model
 from mrl.config.schema.policy import ShareOrNot
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -46,8 +46,8 @@ def obstacle_to_auto(config: RunConfig) -> str:
     for key, value, right in find_obstacles(config):
         return f"{key}={spell(value)}, and it goes only with {spell(right)}"
     megatron = config.policy.megatron_cfg
-    if _has_latent_attention(Path(config.policy.model_name)):
-        return "the model has latent attention, which computes no trees of prefixes"
+    if part := _part_without_trees(Path(config.policy.model_name)):
+        return f"the model has {part} no trees of prefixes"
     balancing = megatron.moe_router_load_balancing_type
     if balancing in OF_ROWS and megatron.moe_aux_loss_coeff > 0:
         return f"{_MEGATRON}.moe_router_load_balancing_type={balancing} depends on the rows, and these would change"
@@ -58,8 +58,15 @@ def obstacle_to_auto(config: RunConfig) -> str:
 
 # Every batch asks, which must not wait for the file system of the model.
 @cache
-def _has_latent_attention(folder: Path) -> bool:
-    return bool(read_model(folder).mla)
+def _part_without_trees(folder: Path) -> str:
+    return part_without_trees(read_model(folder))
+
+
+def part_without_trees(model: ModelSizes) -> str:
+    """The kind of layer of a model that computes no trees of prefixes, with the verb; "" for none."""
+    if model.mla:
+        return "latent attention, which computes"
+    return "gated delta nets, which compute" if model.has_delta_nets else ""
 
 
 def sharing_of(config: RunConfig, model: ModelName = "policy") -> ShareOrNot:

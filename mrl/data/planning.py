@@ -79,7 +79,8 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
             continue
         elements += times * shape[0] * shape[1] * (sizes.topk / sizes.experts if ".experts." in name else 1.0)
         if name.endswith("q_proj.weight"):
-            queries += times * shape[0]
+            # A gate beside each head attends to nothing.
+            queries += times * shape[0] / (2 if sizes.has_delta_nets else 1)
     return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries, scan_per_token=scans)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes Transformer Engine kernels keep of a packed row for the backward pass, by layer kind and recomputed modules.
 
-Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of
-its parts, so that a decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
+Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba, `G` gated delta net. A
+layer is a string of its parts, so that a decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ RECOMPUTED = {
 def part_bytes(shape: ModelSizes, letter: str, row: Row) -> dict[str, float]:
     """Bytes of every tensor that a part of a layer keeps, by name, if nothing is recomputed."""
     stream = BF16 * row.sharded_tokens * shape.hidden
-    tensors = {"input": stream, "norm": stream} | {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}[letter](
-        shape, row
-    )
+    tensors = {"input": stream, "norm": stream} | {
+        **{"*": _attention, "-": _mlp, "E": _experts},
+        **{"M": _mamba, "G": _delta_net},
+    }[letter](shape, row)
     if row.hidden_dropout:
         tensors["dropout"] = row.sharded_tokens * shape.hidden
     return tensors
@@ -89,7 +90,7 @@ def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     )
 
 
-_WIDE = ("scores", "paths", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
+_WIDE = ("scores", "paths", "qkv", "fc1", "activation", "dispatched", "in_proj", "convolution", "scan")
 
 
 def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
@@ -103,8 +104,9 @@ def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
         width = shape.head_dim
         if row.path_copies > 1:
             tensors["paths"] = BF16 * row.tokens * (row.path_copies - 1) * 2 * kv_heads * width
+        gate = heads if shape.has_delta_nets else 0
         return tensors | {
-            "qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width,
+            "qkv": BF16 * row.tokens * (heads + gate + 2 * kv_heads) * width,
             "core": BF16 * row.tokens * heads * width,
         }
     down = 2 * (mla.query_rank + mla.kv_rank) + mla.rotary
@@ -135,3 +137,15 @@ def _experts(shape: ModelSizes, row: Row) -> dict[str, float]:
 def _mamba(shape: ModelSizes, row: Row) -> dict[str, float]:
     inner = BF16 * row.tokens * shape.mamba_inner / row.tp
     return {"in_proj": BF16 * row.tokens * shape.mamba_projection / row.tp, "scan": 2 * inner}
+
+
+def _delta_net(shape: ModelSizes, row: Row) -> dict[str, float]:
+    """Of the convolution, its input and three shifted ones, and the output, in float32; queries and keys by head."""
+    tokens = row.tokens / row.tp
+    channels = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
+    heads = shape.mamba_heads * (2 * shape.mamba_state + 4 * shape.mamba_head_dim)
+    return {
+        "in_proj": BF16 * tokens * shape.mamba_projection,
+        "convolution": 5 * FP32 * tokens * channels,
+        "scan": BF16 * tokens * heads,
+    }

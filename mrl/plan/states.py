@@ -143,6 +143,8 @@ def _frozen(elements: Elements) -> Elements:
 def _count(rules: Iterable[Rule], tp: int, ep: int, etp: int) -> Elements:
     dense = experts = buffers = 0
     for rule in rules:
+        if not rule.megatron:
+            continue
         if isinstance(rule.cut, Experts):
             start, stop = AxisRank(ep, 0, "expert_model_parallel_size").part(rule.cut.num_experts, "experts")
             experts += (stop - start) * math.prod(

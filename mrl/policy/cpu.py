@@ -346,7 +346,7 @@ def _delta_kernels() -> dict[str, object]:
     from mrl.policy.versions import IS_OLD
 
     path = "megatron.core.ssm.gated_delta_net"
-    rule = {f"{path}.chunk_gated_delta_rule": chunk_gated_delta_rule}
+    rule: dict[str, object] = {f"{path}.chunk_gated_delta_rule": chunk_gated_delta_rule}
     if IS_OLD:
         return rule | {f"{path}.HAVE_FLA": True}
     # The layer of 0.19 asks for both when it is built.

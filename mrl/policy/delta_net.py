@@ -38,7 +38,7 @@ class HeadNorm(MegatronModule):
 
 
 class DeltaNet(gated_delta_net.GatedDeltaNet):
-    """Megatron's gated delta net, its weights and its checkpoints; each sequence of a packed row has a state of its own.
+    """Megatron's gated delta net, its weights and checkpoints; each sequence of a packed row has a state of its own.
 
     TODO(when megatron-core 0.19 is the oldest supported, and computes rows of any host): take its forward pass.
     """
@@ -76,7 +76,7 @@ class DeltaNet(gated_delta_net.GatedDeltaNet):
             value.contiguous(),
             g=decay_TH.unsqueeze(0),
             beta=beta_TH.sigmoid().unsqueeze(0),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens.long(),
             use_qk_l2norm_in_kernel=True,
         )
         output_THV = self.out_norm(output.squeeze(0), gate_TC.unflatten(-1, (-1, self.value_head_dim)))

@@ -2,8 +2,8 @@
 """The gated delta rule in plain torch, called like flash-linear-attention's kernel, for hosts that cannot run it.
 
 Sequences of a packed row are computed as padded batches of similar length. float32 inside, deterministic.
-Shape suffixes: T tokens of a row, N sequences, L padded length, H heads, K width of a key, V width of a value, M chunks,
-Q chunk length, W width of the convolution, C channels.
+Shape suffixes: T tokens of a row, N sequences, L padded length, H heads, K width of a key, V width of a value,
+M chunks, Q chunk length, W width of the convolution, C channels.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ What differs between versions of megatron-core stands in versions.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -43,12 +44,15 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mrl.kernels import are_used
+from mrl.gpus import on_gpu
+from mrl.kernels import are_used, is_installed
 from mrl.policy import versions
 from mrl.policy.delta_net import DeltaNet, HeadNorm
 from mrl.policy.packed import packed_attention, zigzag_attention
 from mrl.policy.tree_layers import TreeParams
 from mrl.policy.trees import tree_attention
+
+logger = logging.getLogger(__name__)
 
 HAVE_TE = are_used("transformer_engine", is_imported=IS_TE_IMPORTED)
 """True if this process builds Transformer Engine's layers, and false if it builds Megatron's own."""
@@ -125,6 +129,11 @@ def _with_delta_nets(
     """
     if config.experimental_attention_variant is None:
         return block
+    if on_gpu() and not is_installed("fla"):
+        logger.warning(
+            "flash-linear-attention is not installed: gated delta nets train in plain torch, many times slower; "
+            "pip install flash-linear-attention"
+        )
     column, row = (
         (TELayerNormColumnParallelLinear, TERowParallelLinear) if HAVE_TE else (ColumnParallelLinear, RowParallelLinear)
     )

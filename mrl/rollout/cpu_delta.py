@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _L2_EPSILON = 1e-6
 
 
-def gated_delta_net(
-    mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
-) -> None:
+def gated_delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
     """Convolution and delta rule of one layer, into `core_attn_out` [T, H, V]; vLLM's `cpu_gdn_attention_core`.
 
     `mixed_qkv` [T, C]; `b` and `a` [T, H]. Reads and writes the states of the step's sequences in the layer's cache.

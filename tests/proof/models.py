@@ -167,6 +167,17 @@ def _deepseek_v3(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
+CONV = dict(linear_conv_kernel_dim=4)
+
+
+def _qwen3_next(choose: random.Random, num_layers: int) -> dict[str, object]:
+    heads = choose.choice([4, 8])
+    sizes = dict(shared_expert_intermediate_size=8, linear_num_key_heads=4, linear_num_value_heads=heads, **CONV)
+    widths = dict(linear_key_head_dim=choose.choice([2, 4]), linear_value_head_dim=2, num_key_value_heads=4)
+    kinds = choose.choices(["linear_attention", "full_attention"], k=num_layers)
+    return _qwen3_moe(choose, num_layers) | sizes | widths | dict(layer_types=kinds)
+
+
 MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
@@ -177,5 +188,6 @@ MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _decoder,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }
 """A random config.json, but model_type and num_hidden_layers, by model_type."""

@@ -54,6 +54,7 @@ TINY = (
     "deepseek_v3",
     "glm4_moe",
     "qwen2_moe",
+    "qwen3_next",
 )
 
 

@@ -34,8 +34,10 @@ CASES: dict[str, dict[str, object]] = {
     "qwen2_moe": {},
     "qwen3": {},
     "qwen3_moe": dict(mlp_only_layers=[1]),
+    "qwen3_next": {},
 }
 """Changes, by model_type, of tests.models.TINY."""
+WITHOUT_TREES = ("deepseek_v3", "qwen3_next")
 FUSED = tuple(
     f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing")
 )
@@ -78,7 +80,8 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
     from mrl.policy.packed import packed_attention
 
     def norm_of(module: torch.nn.Module, inp: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(inp, inp.shape[-1:], weight, cast(float, module.eps))
+        factor = 1 + weight if module.zero_centered_gamma else weight
+        return F.rms_norm(inp, inp.shape[-1:], factor, cast(float, module.eps))
 
     def linear(given: SimpleNamespace) -> Tensor:
         return F.linear(given.inp, given.self.weight, given.self.bias if given.self.use_bias else None)
@@ -214,7 +217,7 @@ def rows(folder: Path) -> Iterator[Row]:
                 if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
             ]
         found, shared = sorted(called), None
-        if "kv_lora_rank" not in hf_config:
+        if model_type not in WITHOUT_TREES:
             shared = shared_difference(folder / model_type, hf_config)
         yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=found, shared_difference=shared)
 

@@ -40,7 +40,11 @@ def test_refits_can_be_prepared_on_every_capability_in_every_layout(rows: list[R
 def test_dtypes_that_the_capability_decides_are_in_the_log(rows: list[Row]) -> None:
     # vLLM's GateLinear: float32 where there is no kernel for bfloat16 weights and float32 scores.
     # Its class of GLM-4.5 asks for float32 by itself.
-    always = {"nemotron_h": ["model.layers.*.mixer.A"], "glm4_moe": ["model.layers.*.mlp.gate.weight"]}
+    always = {
+        "nemotron_h": ["model.layers.*.mixer.A"],
+        "glm4_moe": ["model.layers.*.mlp.gate.weight"],
+        "qwen3_next": ["model.layers.*.linear_attn.A_log"],
+    }
     gates = {"nemotron_h": ["model.layers.*.mixer.gate.weight"]}
     for row in rows:
         model_type = MODEL_TYPES[row.case]

@@ -256,7 +256,7 @@ def _check_engine_stages(config: RunConfig, model: ModelSizes, problems: Problem
         for stage in range(pp)
     ]
     # A Mamba-only stage supports other layouts of the cache than one with attention, and vLLM wants one for all.
-    kinds = {"*": "attention", "M": "a Mamba mixer", "E": "experts"}
+    kinds = {"*": "attention", "M": "a Mamba mixer", "G": "a gated delta net", "E": "experts"}
     needed = ("E" if "E" in set().union(*stages) else "") + ("*" if "*" in set().union(*stages) else "M")
     lacking = [
         (stage, kinds[letter]) for letter in needed for stage, letters in enumerate(stages) if letter not in letters
@@ -330,10 +330,13 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
 
 
 def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Problems, mamba_groups: int) -> None:
+    heads, groups = (
+        ("linear value heads", "linear key heads") if model.has_delta_nets else ("Mamba heads", "Mamba groups")
+    )
     totals = {
         "attention heads": model.heads,
-        "Mamba heads": model.mamba_heads,
-        "Mamba groups": mamba_groups,
+        heads: model.mamba_heads,
+        groups: mamba_groups,
         "columns of an MLP": model.ffn,
         "columns of the shared expert": model.shared_ffn,
     }
@@ -353,7 +356,15 @@ def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         megatron.expert_model_parallel_size,
         megatron.expert_tensor_parallel_size,
     )
-    _check_tensor_parallel(f"{at}megatron_cfg.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
+    key = f"{at}megatron_cfg.tensor_model_parallel_size"
+    _check_tensor_parallel(key, tp, model, problems, model.mamba_groups)
+    if model.has_delta_nets:
+        if tp > model.kv_heads:
+            rule = f"Megatron cuts gated attention into at most as many parts as key-value heads, {model.kv_heads}"
+            problems.add(key, rule, f"use at most {model.kv_heads}")
+        if megatron.context_parallel_size > 1:
+            rule = "the model has gated delta nets, whose state goes through all of a sequence on one rank"
+            problems.add(f"{at}megatron_cfg.context_parallel_size", rule, "set it to 1")
     if model.experts == 0 and ep * etp > 1:
         problems.add(
             f"{at}megatron_cfg.expert_model_parallel_size",

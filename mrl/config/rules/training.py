@@ -13,7 +13,7 @@ from conversion.files.hf_folder import read_config
 from mrl.config.errors import Problems, spell
 from mrl.config.model import ModelSizes, read_model
 from mrl.config.schema.run import RunConfig
-from mrl.config.sharing import find_obstacles
+from mrl.config.sharing import find_obstacles, part_without_trees
 
 _MEGATRON = "policy.megatron_cfg"
 
@@ -31,9 +31,10 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
 
 
 def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Checks that latent attention gets no trees of prefixes."""
-    if model.mla and config.policy.share_prefixes is True:
-        rule = "the model has latent attention, which computes no trees of prefixes"
+    """Checks that latent attention and gated delta nets get no trees of prefixes."""
+    part = part_without_trees(model)
+    if part and config.policy.share_prefixes is True:
+        rule = f"the model has {part} no trees of prefixes"
         problems.add("policy.share_prefixes", rule, "set it to false")
 
 
@@ -375,6 +376,8 @@ def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) 
             "it does not say how many tokens are proposed at once",
             "set num_speculative_tokens, for example to 1",
         )
+    if model.has_delta_nets:
+        problems.add(_SECTION, "speculation with gated delta nets is not built", "leave it out")
     if method == "mtp" and model.num_mtp_steps != 1:
         rule = f"the model's num_nextn_predict_layers is {model.num_mtp_steps}, and vLLM's drafter has 1"
         problems.add(f"{_SECTION}.method", rule, "use ngram, which needs none")

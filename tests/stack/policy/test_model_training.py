@@ -59,14 +59,15 @@ def test_a_router_trains_and_its_bias_follows_the_update_rate(ranks: RankPool, f
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3"]
+    "model_type",
+    ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next"],
 )
 def test_transformers_take_the_steps_of_one_rank_and_learn(ranks: RankPool, tmp_path: Path, model_type: str):
     folder = models.save_model(tmp_path, model_type)
     # Of tied embeddings, both stages' copies are cut over replicas.
     megatron = (
         FOUR_RANKS
-        if model_type in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3")
+        if model_type in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next")
         else dict(pipeline_model_parallel_size=2)
     )
     ((expected, _, _),) = ranks.run(

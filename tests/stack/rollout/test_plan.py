@@ -42,6 +42,8 @@ FORESEEING = {"num_nextn_predict_layers": 1}
         ("qwen3", {}, None, False),
         ("qwen3", {}, NGRAM, False),
         ("llama", dict(num_key_value_heads=4), None, False),
+        ("qwen3_next", {}, None, False),
+        ("qwen3_next", dict(layer_types=["linear_attention"] * 3 + ["full_attention"]), None, True),
     ],
 )
 def test_blocks_and_states_are_those_of_the_engine(

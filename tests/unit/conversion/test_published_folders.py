@@ -165,7 +165,9 @@ def test_of_an_index_only_the_tensors_that_the_model_needs_must_be_there(hf: Pat
         check_hf(hf)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next"]
+)
 def test_experts_in_one_tensor_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path):
     hf, stacked = models.save_model(tmp_path / "moe", model_type), tmp_path / "stacked"
     AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False, max_shard_size="80KB")

@@ -99,6 +99,18 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
             mlp_only_layers=[1],
         )
     ],
+    "qwen3_next": [
+        _with(
+            _DECODER,
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+            **{
+                "shared_expert_intermediate_size": 10,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            },
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 2, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 4},
+        )
+    ],
 }
 
 # By version, then by model_type. Versions that were published stay.
@@ -113,6 +125,7 @@ DIGESTS: Mapping[int, Mapping[str, str]] = {
         "qwen2_moe": "8b7a927fc9de9dbe",
         "qwen3": "86c4ea8a4debb84d",
         "qwen3_moe": "bd510218b22f58cc",
+        "qwen3_next": "c2c639ed9c12a070",
     },
 }
 
