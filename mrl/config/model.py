@@ -336,15 +336,14 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
 
     pattern, with_experts = given.get("hybrid_override_pattern"), set(found.expert_layers(hf_config))
     linear = given.get("linear_attention_freq")
-    are_linear = linear if isinstance(linear, list) else [0] * size("num_layers")
     layers = tuple(str(pattern or "")) or tuple(
         ("G" if is_linear else "*") + ("E" if index in with_experts else "-")
-        for index, is_linear in enumerate(are_linear)
+        for index, is_linear in enumerate(linear if isinstance(linear, list) else [0] * size("num_layers"))
     )
     kinds = set("".join(layers))
     delta = [size(f"linear_{name}") for name in ("num_value_heads", "value_head_dim", "num_key_heads", "key_head_dim")]
     mamba = [size(f"mamba_{name}") for name in ("num_heads", "head_dim", "num_groups", "state_dim")]
-    heads, *widths = delta if "G" in kinds else mamba
+    mamba = mamba if "M" in kinds else delta if "G" in kinds else [0] * 4
     mla = [size(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
     return ModelSizes(
         layers=layers,
@@ -361,10 +360,7 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         expert_ffn=size("moe_ffn_hidden_size"),
         shared_ffn=size("moe_shared_expert_intermediate_size"),
         latent=size("moe_latent_size"),
-        mamba_heads=heads if kinds & {"M", "G"} else 0,
-        mamba_head_dim=widths[0],
-        mamba_groups=widths[1],
-        mamba_state=widths[2],
+        **dict(zip(("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state"), mamba, strict=True)),
         mla=LatentAttention(*mla) if given.get("multi_latent_attention") else None,
         model_class=found.model_class,
         has_expert_bias=bool(given.get("moe_router_enable_expert_bias", False)),

@@ -214,6 +214,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
     "recomputing": training.check_recomputing,
     "latent attention": training.check_latent_attention,
+    "gated delta nets": training.check_delta_nets,
     "routing": training.check_routing,
     "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,

@@ -356,15 +356,7 @@ def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         megatron.expert_model_parallel_size,
         megatron.expert_tensor_parallel_size,
     )
-    key = f"{at}megatron_cfg.tensor_model_parallel_size"
-    _check_tensor_parallel(key, tp, model, problems, model.mamba_groups)
-    if model.has_delta_nets:
-        if tp > model.kv_heads:
-            rule = f"Megatron cuts gated attention into at most as many parts as key-value heads, {model.kv_heads}"
-            problems.add(key, rule, f"use at most {model.kv_heads}")
-        if megatron.context_parallel_size > 1:
-            rule = "the model has gated delta nets, whose state goes through all of a sequence on one rank"
-            problems.add(f"{at}megatron_cfg.context_parallel_size", rule, "set it to 1")
+    _check_tensor_parallel(f"{at}megatron_cfg.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
     if model.experts == 0 and ep * etp > 1:
         problems.add(
             f"{at}megatron_cfg.expert_model_parallel_size",

@@ -40,6 +40,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_trainer,
     "dispatch to experts": training.check_dispatch,
     "training in FP8": fp8.check_training,
+    "gated delta nets": training.check_delta_nets,
 }
 TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
     "recomputing": training.check_recomputing,

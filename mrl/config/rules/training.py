@@ -38,6 +38,19 @@ def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Probl
         problems.add("policy.share_prefixes", rule, "set it to false")
 
 
+def check_delta_nets(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Checks that gated delta nets, and the gated attention beside them, are cut as Megatron can cut them."""
+    if not model.has_delta_nets:
+        return
+    megatron, at = problems.section.megatron_cfg, f"{problems.at}megatron_cfg"
+    if megatron.tensor_model_parallel_size > model.kv_heads:
+        rule = f"Megatron cuts gated attention into at most as many parts as key-value heads, {model.kv_heads}"
+        problems.add(f"{at}.tensor_model_parallel_size", rule, f"use at most {model.kv_heads}")
+    if megatron.context_parallel_size > 1:
+        rule = "the model has gated delta nets, whose state goes through all of a sequence on one rank"
+        problems.add(f"{at}.context_parallel_size", rule, "set it to 1")
+
+
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
     """Checks that rows may be trees, which compute shared prefixes once."""
     if config.policy.share_prefixes is not True:
