@@ -167,15 +167,18 @@ def _deepseek_v3(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
-CONV = dict(linear_conv_kernel_dim=4)
-
-
 def _qwen3_next(choose: random.Random, num_layers: int) -> dict[str, object]:
-    heads = choose.choice([4, 8])
-    sizes = dict(shared_expert_intermediate_size=8, linear_num_key_heads=4, linear_num_value_heads=heads, **CONV)
-    widths = dict(linear_key_head_dim=choose.choice([2, 4]), linear_value_head_dim=2, num_key_value_heads=4)
-    kinds = choose.choices(["linear_attention", "full_attention"], k=num_layers)
-    return _qwen3_moe(choose, num_layers) | sizes | widths | dict(layer_types=kinds)
+    return _qwen3_moe(choose, num_layers) | dict(
+        num_key_value_heads=4,
+        shared_expert_intermediate_size=8,
+        tie_word_embeddings=False,
+        layer_types=choose.choices(["linear_attention", "full_attention"], k=num_layers),
+        linear_num_key_heads=4,
+        linear_num_value_heads=choose.choice([4, 8]),
+        linear_key_head_dim=choose.choice([2, 4]),
+        linear_value_head_dim=2,
+        linear_conv_kernel_dim=4,
+    )
 
 
 MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
