@@ -271,7 +271,7 @@ class ModelSizes:
     shared_ffn: int = 0
     latent: int = 0
     mamba_heads: int = 0
-    """Of gated delta nets the values' heads, then their width, the keys' heads and their width."""
+    """Heads of Mamba; of gated delta nets the values' heads, then their width, the keys' heads and their width."""
     mamba_head_dim: int = 0
     mamba_groups: int = 0
     mamba_state: int = 0

@@ -140,7 +140,7 @@ def _mamba(shape: ModelSizes, row: Row) -> dict[str, float]:
 
 
 def _delta_net(shape: ModelSizes, row: Row) -> dict[str, float]:
-    """Of the convolution, its input and three shifted ones, and the output, in float32; queries and keys by head."""
+    """Tensors of a delta net: input, three shifted ones and output of the convolution in float32; keys by head."""
     tokens = row.tokens / row.tp
     channels = shape.mamba_inner + 2 * shape.mamba_groups * shape.mamba_state
     heads = shape.mamba_heads * (2 * shape.mamba_state + 4 * shape.mamba_head_dim)
