@@ -132,7 +132,6 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         _decoder(hf_config),
         layernorm_zero_centered_gamma=True,
         attention_output_gate=True,
-        experimental_attention_variant="gated_delta_net",
         linear_attention_freq=[int(is_linear) for is_linear in _is_linear(hf_config)],
         **dict(zip(_SIZE_KEYS, _sizes(hf_config), strict=True)),
     )

@@ -127,7 +127,7 @@ def _with_delta_nets(
 
     Megatron builds such blocks of Transformer Engine's layers alone.
     """
-    if config.experimental_attention_variant is None:
+    if config.linear_attention_freq is None:
         return block
     if on_gpu() and not is_installed("fla"):
         logger.warning(

@@ -86,9 +86,11 @@ def become_gpu_host(transformer_engine: Path) -> None:
 
     import_megatron()
     os.environ[env.MRL_DEVICE.name] = "cuda"
-    # Mamba's kernels, which none of the host's libraries has, are the only part of a CPU host that a GPU host would not
-    # have.
-    for name, value in {**cpu._cpu_for_cuda(), **cpu._random_states(), **cpu._mamba_kernels()}.items():
+    # Kernels of Mamba and of gated delta nets, which none of the host's libraries has, are the only parts of a CPU host
+    # that a GPU host would not have.
+    for name, value in (
+        cpu._cpu_for_cuda() | cpu._random_states() | cpu._mamba_kernels() | cpu._delta_kernels()
+    ).items():
         _replace(name, value)
     type_on_cuda = torch.Tensor.type
 
