@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"data.default.env_name={NAME}",
         ]
         config = load_config("grpo_tiny.yaml", [*data, f"++env.own.functions.{NAME}={path}", *options.overrides])
-        rows, num_rows = _rows(config)
+        rows, num_rows, idle = _rows(config)
         named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {error}\n")
@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if len(rows) < num_rows:
         print(f"The first {len(rows)} of {num_rows:,} rows were judged")
+    for line in idle:
+        print(line.partition("=")[2])
     return 0 if all(verdict.has_reward for verdict in verdicts) else 1
 
 
@@ -98,8 +100,8 @@ def _module_path(function: str) -> str:
     return f"{Path(file).stem}:{name}"
 
 
-def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
-    """The first rows with their ids, and the number of all."""
+def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int, list[str]]:
+    """The first rows with their ids, the number of all, and what `find_idle` says of them."""
     from mrl.data.columns import find_idle, find_lacking
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
@@ -112,10 +114,9 @@ def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int]:
     )
     if lacking := find_lacking([own], config.env.own.functions):
         raise ValueError("\n".join(f"{problem.value}: {problem.sentence}" for problem in lacking))
-    for line in find_idle([own], config.env.own.functions):
-        print(line.partition("=")[2])
+    idle = find_idle([own], config.env.own.functions)
     found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, rendered: (row_id, rendered[1]))
-    return [found[index] for index in range(min(len(found), MAX_ROWS))], len(found)
+    return [found[index] for index in range(min(len(found), MAX_ROWS))], len(found), idle
 
 
 def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tuple[str, Task]]:
