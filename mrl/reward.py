@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = asyncio.run(_judge([task for _, task in named], config))
     sys.stdout.flush()
     print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))
+    for line in idle:
+        print(line.partition("=")[2])
     if options.replies is None and not any(row.expected_answer for _, row in rows):
         print(
             "Only empty replies were judged, as no row has an answer; data.train.output_key=COLUMN names the column of "
@@ -84,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if len(rows) < num_rows:
         print(f"The first {len(rows)} of {num_rows:,} rows were judged")
-    for line in idle:
-        print(line.partition("=")[2])
     return 0 if all(verdict.has_reward for verdict in verdicts) else 1
 
 
