@@ -162,6 +162,8 @@ def find(path: str) -> Callable[..., object]:
     if os.getcwd() not in sys.path:
         # `python -m` and Ray's processes search the working directory, console scripts do not.
         sys.path.append(os.getcwd())
+    if "://" in path:
+        raise ValueError("is an address; write package.module:name, or env.remote.NAME=URL for an agent that listens")
     try:
         found = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module runs the user's code

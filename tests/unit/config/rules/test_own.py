@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from mrl.config.own import AGENT, ESTIMATOR, LOSS, PROCESSOR, Kind, bind
+from mrl.config.own import AGENT, ESTIMATOR, LOSS, PROCESSOR, Kind, bind, find
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of
 from tests.waiting import HANG_S
@@ -245,3 +245,8 @@ def test_agents(things: None, overrides: list[str], messages: list[str]):
     problems = problems_of(*overrides)
     assert len(problems) == len(messages), problems
     assert all(message in problem for message, problem in zip(messages, problems, strict=True)), problems
+
+
+def test_an_address_is_told_where_it_belongs():
+    with pytest.raises(ValueError, match=r"is an address; write package\.module:name, or env\.remote\.NAME=URL"):
+        find("http://127.0.0.1:9/run")
