@@ -37,7 +37,7 @@ from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
 from mrl.rollout.engine_arguments import engine_arguments
-from mrl.rollout.environment import EngineNodes
+from mrl.rollout.environment import EngineNodes, drop_names_of_shared_memory
 from mrl.rollout.groups import as_one, start_groups
 from mrl.spans import memory_facts, process_key
 from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
@@ -378,6 +378,7 @@ class Engine:
 
 def end_with_worker(executor: MultiprocExecutor) -> None:
     """Waits until a worker process on this node ends, then ends this process, unless the executor is shutting down."""
+    drop_names_of_shared_memory([os.getpid(), *(worker.proc.pid or 0 for worker in executor.workers)])
     multiprocessing.connection.wait([worker.proc.sentinel for worker in executor.workers])
     # vLLM's own monitor sets `is_failed` before it shuts down what is left.
     if executor.is_failed or not getattr(executor, "shutting_down", False):

@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from mrl.gpus import device_variables
+
+# Names that vLLM's queues and locks get from Python's multiprocessing, and its workers on CPU hosts from vLLM.
+SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|vllm_dist_)\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -73,3 +79,14 @@ def engine_environment(*, has_gpu: bool) -> dict[str, str]:
         # all.
         "NUMBA_NUM_THREADS": "1",
     }
+
+
+def drop_names_of_shared_memory(pids: Iterable[int]) -> None:
+    """Removes the names of shared memory that an engine's started processes have mapped: it ends with the last of them.
+
+    Else it would stay on the host: vLLM removes it when its objects are collected, which killed processes never do.
+    """
+    for pid in pids:
+        with suppress(OSError):  # a worker has ended, which its engine notices
+            for name in SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text()):
+                Path(name).unlink(missing_ok=True)

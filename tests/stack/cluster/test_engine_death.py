@@ -31,6 +31,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def shared_memory(pids: list[int]) -> set[str]:
+    """Files of /dev/shm with a name that processes have mapped."""
+    maps = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line and not line.endswith(" (deleted)")}
+
+
 def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
@@ -38,6 +44,7 @@ def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
         engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
         engines.wait_until_built()
         ((first, second),) = engines.apply(worker_pids, deadline_s=DEADLINE_S)
+        wait_until(lambda: not shared_memory([first, second]), "removal of names that would stay on the host")
         os.kill(second, signal.SIGKILL)
         with pytest.raises(ActorLost, match="engine 0 died during live_digest"):
             engines.call(EngineVerbs.live_digest, deadline_s=DEADLINE_S)
