@@ -123,12 +123,17 @@ HARMS = (
         "unset it",
     ),
     *(
-        Harm(name, bool, "Ray would start as part of another cluster or job, and fail or wait", "unset it")
-        for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_OVERRIDE_RESOURCES")
+        Harm(name, is_harmful, "Ray would start as part of another cluster or job, and fail or wait", "unset it")
+        for name, is_harmful in (
+            # `ray job submit` sets it, too; without an environment of the job, Ray starts.
+            ("RAY_JOB_CONFIG_JSON_ENV_VAR", lambda text: re.match(r'\{"runtime_env": \{\}[,}]', text) is None),
+            ("RAY_OVERRIDE_RESOURCES", bool),
+        )
     ),
     Harm(
         "RAY_USE_TLS",
-        lambda text: text != "0" and not os.environ.get("RAY_TLS_SERVER_CERT"),
+        # Ray takes no other text for true.
+        lambda text: text.lower() in ("1", "true") and not os.environ.get("RAY_TLS_SERVER_CERT"),
         "Ray waits for ever for a certificate",
         "unset it, or set RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT",
     ),

@@ -45,7 +45,7 @@ class PromptOrder:
         self._num_prompts, self._seed, self._shuffle = sum(sizes), seed, shuffle
         self._sizes = list(sizes) if weights else [self._num_prompts]
         self._weights = [weight / max(weights) for weight in weights] or [1.0]
-        self._orders: dict[int, tuple[int, list[int]]] = {}
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def at(self, position: int, count: int) -> list[tuple[int, int]]:
         """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, index)`.
@@ -90,10 +90,10 @@ class PromptOrder:
 
     def _prompt(self, part: int, number: int) -> tuple[int, int]:
         epoch, place = divmod(number, self._sizes[part])
-        if self._orders.get(part, (-1, []))[0] != epoch:
+        if part not in self._orders or self._orders[part][0] != epoch:
             order = epoch_order(self._sizes[part], seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            self._orders[part] = epoch, order.tolist()
-        return epoch, sum(self._sizes[:part]) + self._orders[part][1][place]
+            self._orders[part] = epoch, order
+        return epoch, sum(self._sizes[:part]) + int(self._orders[part][1][place])
 
 
 def _turn(number: int, weight: float) -> float:

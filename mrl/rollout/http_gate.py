@@ -72,8 +72,8 @@ TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(c
 """Texts about requests that are too long, vLLM's and ours."""
 MAX_REPEATS = 16 * 2**10
 """Entries of a constraint's lists, each within the others: a grammar of 10**9 takes all memory of the node."""
-BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength const default".split()
-"""Numbers of a JSON schema that repeat nothing: of a text's length a grammar only counts."""
+REPEATS = "minItems maxItems minContains maxContains minProperties maxProperties".split()
+"""Numbers of a JSON schema that repeat a part of it; others are values, or a text's length, which is only counted."""
 UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "chat_template")
 """Fields that mean nothing here, or something else: an engine that streams, searches, hands its cache to another one,
 or takes programs of strangers."""
@@ -400,7 +400,9 @@ def _repeats(value: object) -> float:
     while waiting:
         item, times = waiting.pop()
         if isinstance(item, dict):
-            counts = [number for name, number in item.items() if isinstance(number, int | float) and name not in BOUNDS]
+            # xgrammar's RepeatFormat has min and max.
+            names = [*REPEATS, "min", "max"] if item.get("type") == "repeat" else REPEATS
+            counts = [number for name in names if isinstance(number := item.get(name), int | float)]
             times *= min(max([1, *counts]), 10.0**9)
             most = max(most, times)
             waiting += [(inner, times) for inner in item.values()]

@@ -63,7 +63,7 @@ UNKNOWN = ""
 """Stands for the checksum of what was not read."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
 _ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
-_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
+_FP8 = ("num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
 _JUDGING = (
     "num_generations_per_prompt",
     "max_rollout_turns",
@@ -231,6 +231,7 @@ def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
     values: dict[str, object] = {"mrl": mrl.__version__}
     values |= {f"policy.generation.{name}": getattr(generation, name) for name in _SAMPLING}
     engine = (*_ENGINE, *_FP8) if generation.vllm_cfg.is_fp8 else _ENGINE
+    engine = (*engine, "is_mx") if generation.vllm_cfg.is_mx else engine  # older files do not have it
     values |= {f"policy.generation.vllm_cfg.{name}": getattr(generation.vllm_cfg, name) for name in engine}
     values |= {f"grpo.{name}": getattr(grpo, name) for name in _JUDGING}
     values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}

@@ -299,6 +299,7 @@ LIMITS = Limits(max_model_len=1000, num_slots=8)
         ),
         ({"structured_outputs": {"json": '{"minItems": 1000000000}'}}, "each within the others"),
         ({"structured_outputs": {"structural_tag": '{"a": [{"schema": {"minItems": 1e9}}]}'}}, "each within"),
+        ({"structured_outputs": {"structural_tag": '{"format": {"type": "repeat", "max": 1e9}}'}}, "each within"),
         ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, f"{MAX_ANSWERS + 1} prompts with n=1"),
         ({"prompt": [[1]] * 200, "n": 8}, "200 prompts with n=8"),
         ({"prompt": "a" * 16_001}, "16001 characters"),
@@ -321,13 +322,16 @@ def test_a_request_that_asks_for_too_much_is_told_the_limit(body: dict[str, obje
         {},
         {"structured_outputs": {"choice": ["c"] * 1024}},
         {"structured_outputs": {"json": {"maxItems": 128, "items": {"maxItems": 128, "items": {"maxLength": 10**5}}}}},
+        # Numbers that are values repeat nothing.
+        {"structured_outputs": {"json": {"default": {"max": 10**5}, "examples": [{"id": 10**9}], "version": 20250101}}},
+        {"structured_outputs": {"structural_tag": '{"format": {"type": "token", "token": 151657}}'}},
         {
             "response_format": {
                 "json_schema": {"schema": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}
             }
         },
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_the_largest_request_is_none_too_much(body: dict[str, object]):
     assert find_excess(body, LIMITS) == ""

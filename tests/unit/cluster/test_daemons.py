@@ -59,6 +59,7 @@ def test_a_limit_that_is_too_low_is_named_with_the_least_that_works(limit: str, 
     "setting",
     [
         "RAY_JOB_CONFIG_JSON_ENV_VAR={",
+        'RAY_JOB_CONFIG_JSON_ENV_VAR={"runtime_env": {"working_dir": "gcs://a.zip"}, "metadata": {}}',
         "RAY_OVERRIDE_RESOURCES={}",
         "RAY_USE_TLS=1",
         "PYTHONWARNINGS=error",
@@ -73,6 +74,11 @@ def test_a_variable_that_ends_every_child_is_named(setting: str):
     name, _, value = setting.partition("=")
     (line,) = found({name: value})
     assert line.startswith(f"{setting}: ") and "unset it" in line
+
+
+def test_variables_with_which_ray_starts_are_not_named():
+    job = '{"runtime_env": {}, "metadata": {"job_submission_id": "raysubmit_1"}}'
+    assert found({"RAY_USE_TLS": "False", "RAY_JOB_CONFIG_JSON_ENV_VAR": job}) == [""]
 
 
 def test_variables_of_ray_are_named_where_it_does_not_start():
