@@ -7,7 +7,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
 MAX_WHOLE_BYTES = 16 << 20
-"""Limit of a data set that is read whole, to compare its rows with those of others."""
+"""Limit of the rows of all data sets together that are read whole, to compare them."""
 MAX_COMPARED_BYTES = 128 << 20
 """Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -116,6 +116,11 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
         look.unseen.append(
             f"rows of {', '.join(here)}: {CPU_S} s of a processor or 2 GiB of memory were not enough for a few of them"
         )
+        return look
+    if not is_loaded:
+        # Apart: where a user's processor is slow, the look at a few rows stands.
+        with suppress(ValueError, Overrun):
+            look.doubts += within_limits(lambda: _look_for_shared(here, config), cpu_s=CPU_S)
     return look
 
 
@@ -235,9 +240,6 @@ def _look_at_sets(
         return look
     for key, dataset in here.items():
         look.add(_look_at_rows(key, dataset, config, tokenizer, only_judge=only_judge))
-    if not only_judge:
-        with suppress(ValueError):
-            look.doubts += _look_for_shared(here, config)
     return look
 
 
@@ -251,14 +253,23 @@ def _look_for_shared(here: Mapping[str, DatasetConfig], config: RunConfig) -> li
     from mrl.data.supervised import example_reader
 
     reader_of = prompt_reader if config.has_engines else example_reader
-    trained, held, is_whole = set[int](), list[int](), True
+    trained, held, is_whole, left = set[int](), list[int](), True, MAX_WHOLE_BYTES
+
+    def all_records(path: Path) -> Iterator[Record]:
+        nonlocal left, is_whole
+        for record in records(path):
+            if (left := left - len(record.line)) < 0:  # of a compressed file
+                is_whole = False
+                return
+            yield record
+
     for key, dataset in here.items():
         reader: Reader = reader_of(key, dataset, config, None)
-        is_small = sum(path.stat().st_size for path in reader.files) <= MAX_WHOLE_BYTES
+        is_small = sum(path.stat().st_size for path in reader.files) <= left
         is_whole &= is_small
         found = identities_of(
             replace(reader, files=reader.files if is_small else _spread(reader.files)),
-            records if is_small else lambda path: excerpt(path).records,
+            all_records if is_small else lambda path: excerpt(path).records,
         )
         trained.update(found) if key in config.data.train_sets else held.extend(found)
     rows = "validation rows" if is_whole else "validation rows that were looked at"

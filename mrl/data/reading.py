@@ -28,7 +28,7 @@ from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import counted, safe_text
 from mrl.data.fields import EndlessRow, Fields, RowError, as_json, json_object
 from mrl.data.order import epoch_order
-from mrl.data.overlap import hash_of, told_of_shared
+from mrl.data.overlap import Identities, hash_of, told_of_shared
 from mrl.data.records import Record, records
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ class Spool(Generic[Value]):
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()
         self._end = 0
-        self.identities = dict[int, int]()
-        """Hashes of the identities of rows, by their positions."""
+        self.identities = Identities()
 
     def add(self, value: Value) -> int:
         """Appends a value, and returns its position. Raises ValueError if the disk is full."""
@@ -260,9 +259,7 @@ def read_split(
         train.append(rows.select(kept))
         held_out.append(rows.select(held))
     kept, held = joined(train), joined([*held_out, *(rows for rows, _ in validation)])
-    trained = {spool.identities.get(position) for position in kept._positions} - {None}
-    num_shared = sum(spool.identities.get(position) in trained for position in held._positions)
-    spool.identities.clear()
+    num_shared, spool.identities = spool.identities.num_shared(held._positions, kept._positions), Identities()
     if said := told_of_shared(num_shared, len(held)):
         logger.warning("%s", said)
     return kept, held, [left_out for _, left_out in read + validation]
@@ -346,7 +343,7 @@ def sort_out(
                 left_out.unshown.update(parsed.unshown)
                 row_id, position = parsed.row_id or f"{stem}:{record.number}", spool.add(parsed.value)
                 if digest is not None:
-                    spool.identities[position] = digest
+                    spool.identities.add(position, digest)
                 for copy in range(reader.repeat):
                     ids.append(f"{row_id}/{copy}" if copy else row_id)
                     positions.append(position)

@@ -12,8 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mrl import inputs
 from mrl.config.load import load_config
 from mrl.data.excerpts import MAX_WHOLE_ROWS
+from mrl.data.overlap import Identities
 from mrl.inputs import look_at_data
 
 TRAIN = Path("prepared/tiny/data/train.jsonl")
@@ -45,6 +47,27 @@ def test_validation_rows_that_are_training_rows_are_said(
     look = look_at_data(config, is_strict=is_strict)
     (line,) = [*look.doubts, *(record.getMessage() for record in caplog.records)]
     assert line.startswith(f"{said} validation rows are training rows, too: ") and not look.problems
+
+
+def test_no_more_of_a_compressed_file_is_compared_than_of_another(workplace: Path, monkeypatch: pytest.MonkeyPatch):
+    rows: list[dict[str, object]] = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(400)]
+    TRAIN.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, held = TRAIN.with_name("packed.jsonl.gz"), TRAIN.with_name("held.jsonl")
+    shuffled(rows, train)
+    held.write_text(json.dumps(rows[-1]) + "\n" + json.dumps(rows[0]) + "\n")
+    monkeypatch.setattr(inputs, "MAX_WHOLE_BYTES", 10 * train.stat().st_size // 8)
+    config = load_config("grpo_tiny.yaml", [f"data.train.data_path={train}", f"data.validation.data_path={held}"])
+    (line,) = look_at_data(config, is_strict=False).doubts
+    assert line.startswith("1 of 2 validation rows that were looked at are training rows, too: ")
+
+
+def test_copies_of_a_row_count_and_rows_without_identity_do_not():
+    identities = Identities()
+    for position, digest in ((0, 7), (30, 2**64 - 1), (50, 7)):
+        identities.add(position, digest)
+    assert identities.num_shared([50, 50, 40, 60], [0, 30]) == 2
+    assert identities.num_shared([40, 60], [40, 60]) == identities.num_shared([], [0]) == 0
+    assert Identities().num_shared([3], [3]) == 0
 
 
 def test_held_out_rows_of_one_file_are_not_training_rows(workplace: Path, caplog: pytest.LogCaptureFixture):
