@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 MAX_TEXT_CHARACTERS = 4 << 20
@@ -20,9 +21,12 @@ _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 _UNSEEN = re.compile(
-    "[\u00ad\u115f\u1160\u180e\u200b\u2028\u2029\u2060-\u2064\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f]|"
-    r"(?<![^\x00-\x7f])[\u061c\u200c-\u200f]|[\u061c\u200c-\u200f](?![^\x00-\x7f])"
+    "[\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028\u2029\u2060-\u2064\u3164\ufeff\uffa0\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
 )
+_JOINERS = "\u061c\u200b\u200c\u200d\u200e\u200f"
+_VIRAMA = 9
+"""Unicode's combining class of the signs behind which a joiner chooses a letter's form (RFC 5892, appendix A)."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -65,9 +69,19 @@ def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
 def spelled(text: str) -> str:
     """`text` with characters that nobody sees spelled out (`\\u200b`): names that look alike are told apart.
 
-    Joiners and marks of direction stay within the scripts that need them.
+    Joiners, breaks between words and marks of direction stay within the scripts that need them.
     """
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    if text.isascii():
+        return text
+
+    def spell(found: re.Match[str]) -> str:
+        before, after = text[max(found.start() - 1, 0) : found.start()], text[found.end() : found.end() + 1]
+        is_joined = not (before or "a").isascii() and not (after or "a").isascii()
+        if found[0] in _JOINERS and (is_joined or (before and unicodedata.combining(before) == _VIRAMA)):
+            return found[0]
+        return ascii(found[0])[1:-1]
+
+    return _UNSEEN.sub(spell, text)
 
 
 def safe_values(value: object) -> object:
