@@ -377,7 +377,9 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 def innermost(stacks: str) -> str:
     """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say."""
-    # Python lists the threads from the youngest on; the main thread is the oldest.
+    # Python lists the threads from the youngest on, at most 100, then "..."; the main thread is the oldest.
+    if stacks.rstrip().endswith("\n..."):
+        return ""
     threads = [text for text in stacks.split("\n\n") if "most recent call first" in text]
     frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall("".join(threads[-1:]))]
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
