@@ -52,6 +52,8 @@ def meant(weight: Tensor, scale: Tensor, dtype: torch.dtype, group: int | None) 
 def rounded(x: Tensor, group: int | None) -> Tensor:
     """Inputs [..., columns] as a product in FP8 reads them: by a scale for `group` columns each, or for a row."""
     if group == _MX:
+        if not x.numel():  # vLLM's function takes no empty ones, as of a worker none of whose experts is chosen
+            return x
         return dequant_mxfp8_to_bf16(*mxfp8_e4m3_quantize(x.flatten(0, -2))).view_as(x).to(x.dtype)
     length = x.shape[-1]
     groups = F.pad(x, (0, -length % _BLOCK)).unflatten(-1, (-1, _BLOCK)) if group else x.unsqueeze(-2)

@@ -50,3 +50,19 @@ def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int])
                 inner = F.silu(up[:INNER]) * up[INNER:] if is_gated else F.relu(up) ** 2
                 expected += weight * (w2[expert].double() @ inner)
         torch.testing.assert_close(together[token].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [None, 128, 32])
+def test_experts_that_no_token_chooses_give_zero_in_every_form_of_fp8(group: int | None):
+    from functools import partial
+
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from mrl.rollout.cpu_experts import mixture
+    from mrl.rollout.cpu_fp8 import rounded
+
+    x, w1, w2 = torch.randn(1, 64), torch.randn(2, 128, 64), torch.randn(2, 64, 64)
+    weights, ids, here = torch.ones(1, 1), torch.tensor([[3]]), torch.tensor([0, 1, -1, -1])
+    read = partial(rounded, group=group)
+    found = mixture(x, w1, w2, weights, ids, MoEActivation.SILU, here, weighs_inputs=False, read=read)
+    assert torch.equal(found, torch.zeros(1, 64))
