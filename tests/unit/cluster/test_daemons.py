@@ -24,7 +24,8 @@ ASK = "from mrl.cluster.daemons import find_obstacles; print(*find_obstacles(), 
 
 def found(variables: dict[str, str] | None = None, *, prelude: str = "", ask: str = ASK) -> list[str]:
     """The obstacles that a process finds under these variables, after `prelude`."""
-    environment = os.environ | (variables or {})
+    # Ray sets some of its own in a process that imports it, such as this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | (variables or {})
     command = [sys.executable, "-c", f"import os, resource, socket\n{prelude}\n{ask}"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S
