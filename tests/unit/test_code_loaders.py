@@ -78,8 +78,7 @@ REASONS = {
     ("mrl/data/trial.py", "pickle.load"): "what a child of this process wrote into a temporary file, which has no name",
     ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
-    ("mrl/view/run_data.py", "yaml.load"): "by a safe loader, after check_yaml",
-    ("mrl/rollout/gym.py", "yaml.load"): "what Gym's head server says, by a safe loader",
+    ("mrl/config/files.py", "yaml.load"): "texts of others, by a safe loader, after check_yaml",
     (
         "conversion/peft_check.py",
         "AutoConfig.from_pretrained",

@@ -448,8 +448,9 @@ def test_texts_for_the_model_are_saved_as_they_are(key: str, text: str):
 
 
 def test_a_log_spells_what_nobody_sees_and_keeps_what_scripts_need():
-    text = "grpo.seed\u200b \ufeffgrpo a\u200dtrain \U000e0041 \u2028 می\u200cخواهم 👩\u200d💻 അവന്\u200d ភាសា\u200bខ្មែរ"
+    needed = "می\u200cخواهم 👩\u200d💻 അവന്\u200d ភាសា\u200bខ្មែរ"
+    text = f"grpo.seed\u200b \ufeffgrpo a\u200dtrain \U000e0041 \u2028 {needed}"
     record = logging.LogRecord("mrl", logging.INFO, __file__, 0, text, None, None)
     assert SecretsFormatter().format(record) == (
-        "grpo.seed\\u200b \\ufeffgrpo a\\u200dtrain \\U000e0041 \\u2028 می\u200cخواهم 👩\u200d💻 അവന്\u200d ភាសា\u200bខ្មែរ"
+        f"grpo.seed\\u200b \\ufeffgrpo a\\u200dtrain \\U000e0041 \\u2028 {needed}"
     )
