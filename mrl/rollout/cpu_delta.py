@@ -7,7 +7,7 @@ key, V width of a value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ def gated_delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tens
     context, name = get_forward_context(), _resolve_layer_name(layer_name)
     if context.attn_metadata is None:  # a profiling run
         return
-    layer, found = context.no_compile_layers[name], context.attn_metadata[name]
+    layer = context.no_compile_layers[name]
+    found = cast("dict[str, GDNAttentionMetadata]", context.attn_metadata)[name]
     num_tokens = found.num_actual_tokens
     if num_tokens == 0:
         return
