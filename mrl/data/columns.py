@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mrl.types import Prompt
 
 _VALUES = (*REWARD.parameters, *REWARD.synonyms)
+MISSPELT = 0.75
+"""Likeness of two names, as `difflib` counts it, from which one may be meant for the other."""
 NUM_ROWS = 20
 """Rows of a data set that are looked at: rows of one data set have mostly the same columns."""
 
@@ -70,8 +72,13 @@ def find_lacking(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mappi
     ]
 
 
-def find_idle(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mapping[str, str]) -> list[str]:
-    """Says which parameters of the `functions` keep their defaults, as no first row has such a column."""
+def find_idle(
+    readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mapping[str, str], *, only_misspelt: bool = False
+) -> list[str]:
+    """Says which parameters of the `functions` keep their defaults, as no first row has such a column.
+
+    With `only_misspelt` those whose names are much like another: constants have defaults, too.
+    """
     columns = dict[str, set[str]]()
     for prompt in (found for reader in readers for found in _first_rows(reader)):
         if not isinstance(prompt, LacksColumns):
@@ -81,7 +88,9 @@ def find_idle(readers: Iterable[Reader[tuple[str, Prompt]]], functions: Mapping[
         found = columns.get(name)
         for parameter in find_reward(path).optional if found is not None else ():
             if found is not None and parameter not in found:
-                near = difflib.get_close_matches(parameter, (*_VALUES, *found), n=1)
+                near = difflib.get_close_matches(parameter, (*_VALUES, *found), n=1, cutoff=MISSPELT)
+                if only_misspelt and not near:
+                    continue
                 nearest = f"; the nearest of them is {near[0]}" if near else ""
                 said.append(
                     f"env.own.functions.{name}={path}: {parameter} keeps its default, as it is neither a column of the "

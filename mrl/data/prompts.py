@@ -131,11 +131,12 @@ def lacking_columns(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> lis
 
 
 def idle_parameters(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str]:
-    """`find_idle` of the user's reward functions in these data sets; ValueError if one cannot be read."""
+    """Misspelt parameters of the user's reward functions in these data sets; ValueError if one cannot be read."""
     functions = config.env.own.functions
     if not functions:
         return []
-    return find_idle((prompt_reader(key, dataset, config, None) for key, dataset in sets.items()), functions)
+    readers = (prompt_reader(key, dataset, config, None) for key, dataset in sets.items())
+    return find_idle(readers, functions, only_misspelt=True)
 
 
 def prompt_reader(

@@ -88,7 +88,7 @@ def test_parameters_that_keep_their_defaults_are_said(folder: Path, capfd: pytes
     lines = [f"{name}: anwser {said}; the nearest of them is answer", f"{name}: bonus {said}"]
     assert capfd.readouterr().out.splitlines()[-2:] == lines
     judge = f"{folder.name}_mine:judge"
-    for function, expected in ((name, [f"env.own.functions.mine={line}" for line in lines]), (judge, [])):
+    for function, expected in ((name, [f"env.own.functions.mine={line}" for line in lines[:1]]), (judge, [])):
         words = [f"++env.own.functions.mine={function}", "data.default.env_name=mine", "data.validation=null"]
         config = load_config("grpo_tiny.yaml", [*words, "data.train.data_path=rows.jsonl"])
         assert look_at_data(config, is_strict=False).doubts == expected

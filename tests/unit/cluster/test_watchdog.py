@@ -39,7 +39,7 @@ folder, end_s = Path(sys.argv[1]), float(sys.argv[2])
 os.environ[MARK] = str(folder)
 child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
-Watchdog(folder, folder / "run", notice_s=0.3, end_s=end_s).start()
+Watchdog(folder, folder / "run", notice_s=2.0, end_s=end_s).start()
 mutex = ctypes.create_string_buffer(64)
 def hold_twice():
     for _ in range(2):
