@@ -44,7 +44,8 @@ def pools() -> Iterator[dict[str, Pool]]:
     """The same function, without allowances and with each."""
     made = {}
     for allow in ("", "network", "processes", "files"):
-        own = OwnEnvConfig(functions={"obey": "tests.hostile.rewards:obey"}, allow=[allow] if allow else [])
+        functions, allowed = {"obey": "tests.hostile.rewards:obey"}, [allow] if allow else []
+        own = OwnEnvConfig(functions=functions, timeout_s=HANG_S, allow=allowed)
         made[allow] = build_environment("obey", EnvConfig(own=own))
     yield made
     for pool in made.values():
