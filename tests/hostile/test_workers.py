@@ -44,8 +44,8 @@ def pools() -> Iterator[dict[str, Pool]]:
     """The same function, without allowances and with each."""
     made = {}
     for allow in ("", "network", "processes", "files"):
-        functions, allowed = {"obey": "tests.hostile.rewards:obey"}, [allow] if allow else []
-        own = OwnEnvConfig(functions=functions, timeout_s=HANG_S, allow=allowed)
+        functions = {"obey": "tests.hostile.rewards:obey"}
+        own = OwnEnvConfig(functions=functions, timeout_s=HANG_S, allow=[allow] if allow else [])
         made[allow] = build_environment("obey", EnvConfig(own=own))
     yield made
     for pool in made.values():
