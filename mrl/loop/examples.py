@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mrl.algo.supervised import perplexity
 from mrl.cluster.payload import put_batch
@@ -18,7 +19,7 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.schema.teachers import DistillationConfig
 from mrl.data.batch import batch_examples
-from mrl.data.order import num_steps_of, prompt_order
+from mrl.data.order import PromptOrder, num_steps_of, prompt_order
 from mrl.data.planning import SequenceCost, sequence_cost
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
@@ -41,12 +42,17 @@ class ExampleSupplier:
     session: Session
     cost: SequenceCost
 
+    @cached_property
+    def order(self) -> PromptOrder:
+        """The order of the examples, which keeps that of the epoch under way."""
+        return prompt_order(self.config, self.data.train.sizes)
+
     def prove_weights(self) -> None: ...
 
     def take(self, state: RunState, step: Step) -> list[Batch]:
         examples, config = self.data.train, self.config
         batch_size = config.policy.train_global_batch_size
-        picked = prompt_order(config, examples.sizes).at(state.step * batch_size, batch_size)
+        picked = self.order.at(state.step * batch_size, batch_size)
         step.trained = [(epoch, examples[index].example_id) for epoch, index in picked]
         self.folder.ledger.take(step.number, step.trained)
         return [self._batch([examples[index] for _, index in picked], config.policy)]
