@@ -66,7 +66,8 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
             def show() -> None:
                 progress.update(sum(len(group.rollouts) for group in groups) - progress.n)
 
-            collector.wait(lambda: all(group.num_missing == 0 for group in groups), on_tick=show)
+            with collector.news.watched_by(show):
+                collector.wait(lambda: all(group.num_missing == 0 for group in groups))
         judged, _ = collector.judge(groups)
     return judged
 

@@ -71,13 +71,28 @@ class Silence(Exception):
 
 
 class News:
-    """Wakes a waiting thread on events of the loop. All methods but `wait` are called in the loop."""
+    """Wakes a waiting thread on events of the loop, which calls `tell` and `fail`; that thread calls the others."""
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
         """Time of the last sign of life, by what is waited for."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._watchers: list[Callable[[], None]] = []
+
+    @contextmanager
+    def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Calls `watcher` now and then, and at the end of each wait of the `with` block, which its exception ends."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def look(self) -> None:
+        """Calls all watchers: one that finds a signal raises."""
+        for watcher in tuple(self._watchers):
+            watcher()
 
     def tell(self, what: str, heard_at: float | None = None) -> None:
         """Notes news: it has come, or is expected from a given moment on."""
@@ -97,9 +112,8 @@ class News:
         what: str,
         who: Callable[[], Collection[str]],
         limit_s: float,
-        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits until `is_enough`, which the loop looks at after all news; calls `on_tick` now and then and at the end.
+        """Waits until `is_enough`, which the loop looks at after all news; the watchers are called meanwhile.
 
         `who` names those that have not answered. Silence: for `limit_s` there was no sign of life.
         """
@@ -113,10 +127,10 @@ class News:
                         left_s = heard_at + limit_s - time.monotonic()
                         if left_s < 0:
                             raise Silence
-                        on_tick()
+                        self.look()
                         futures.wait([waiting], timeout=min(left_s, TICK_S))
             waiting.result(timeout=0)
-            on_tick()
+            self.look()
         finally:
             waiting.cancel()
 

@@ -250,8 +250,8 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
                 "Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number)
             )
 
-    def wait_for(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits for enough verdicts, however many rollouts wait before them for a worker; calls `on_tick` now and then.
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Waits for enough verdicts, however many rollouts wait before them for a worker.
 
         Raises:
             DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.
@@ -259,9 +259,8 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
         """
         asked_at = warned_at = time.monotonic()
 
-        def tick() -> None:
+        def warn() -> None:
             nonlocal warned_at
-            on_tick()
             if self.book.num_unfinished and time.monotonic() > warned_at + self.deadline_s:
                 warned_at = time.monotonic()
                 logger.warning(
@@ -271,13 +270,13 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
                 )  # fmt: skip
 
         try:
-            self.news.wait(
-                is_enough,
-                what=VERDICTS,
-                who=lambda: [*self.waits(), *self.book.called()],
-                limit_s=self.silence_s,
-                on_tick=tick,
-            )
+            with self.news.watched_by(warn):
+                self.news.wait(
+                    is_enough,
+                    what=VERDICTS,
+                    who=lambda: [*self.waits(), *self.book.called()],
+                    limit_s=self.silence_s,
+                )
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(

@@ -53,6 +53,7 @@ class RolloutCollector:
         self.engines = engines
         self.rewards = rewards
         self.news = engines.news
+        """Events of rollouts and verdicts; its watchers are called while a thread waits."""
         self.seed = seed
         self.gateways = gateways
         # An agent may do without the model for as long as its deadline allows.
@@ -90,8 +91,8 @@ class RolloutCollector:
         in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
 
-    def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
-        """Waits until `is_enough`, and calls `on_tick` now and then.
+    def wait(self, is_enough: Callable[[], bool]) -> None:
+        """Waits until `is_enough`.
 
         Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these
         weights.
@@ -103,9 +104,9 @@ class RolloutCollector:
         while not is_enough():
             for index in sorted(self.engines.book.lost):
                 self.restart_engine(index)
-            self._wait(lambda: is_enough() or bool(self.engines.book.lost), on_tick)
+            self._wait(lambda: is_enough() or bool(self.engines.book.lost))
 
-    def drain(self, *, on_tick: Callable[[], None]) -> None:
+    def drain(self) -> None:
         """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
 
         def is_drained() -> bool:
@@ -114,16 +115,11 @@ class RolloutCollector:
             has_engine = len(book.lost) < self.engines.num_engines
             return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
 
-        self._wait(is_drained, on_tick)
+        self._wait(is_drained)
 
-    def judge(
-        self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None] = lambda: None
-    ) -> tuple[list[RolloutGroup], float]:
-        """Waits for the verdicts on these sampled groups and hands them out, with scoring seconds since the last call.
-
-        Calls `on_tick` now and then.
-        """
-        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups), on_tick=on_tick)
+    def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
+        """Waits for the verdicts on sampled groups; returns the groups, and seconds of scoring since the last call."""
+        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
         for group in groups:
             self._hints.note(group.prompt, [rollout.num_trained for rollout in group.rollouts])
         judged = groups if self.effort is None else [shape_effort(group, self.effort) for group in groups]
@@ -206,13 +202,13 @@ class RolloutCollector:
             self.on_whole(group)
         self.news.tell(GENERATION)
 
-    def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
+    def _wait(self, is_enough: Callable[[], bool]) -> None:
         def who() -> list[str]:
             books = [self.engines.book, self.rewards.book, *([self.gateways.book] if self.gateways is not None else [])]
             return [*self._waits(), *(name for book in books for name in book.called())]
 
         try:
-            self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
+            self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s)
         except Silence:
             limit = f"{rounded(self.deadline_s)} s (deadlines.generate_s)"
             if undecided := self.rewards.num_undecided:

@@ -114,10 +114,9 @@ class RolloutQueue:
         *,
         last_step: int,
         has_signal: Callable[[RolloutGroup], bool] = lambda group: True,
-        on_tick: Callable[[], None] = lambda: None,
         revive: Revive = lambda epoch, prompt: None,
     ) -> None:
-        """`prompts` are all (epoch, prompt) not consumed yet. `on_tick` is called now and then while a step waits."""
+        """`prompts` are all (epoch, prompt) not consumed yet."""
         self._revive = revive
         self.plan = plan
         self._source = source
@@ -126,7 +125,6 @@ class RolloutQueue:
         self._sampling = sampling
         self._last_step = last_step
         self._has_signal = has_signal
-        self._on_tick = on_tick
         self._asked: dict[PromptKey, RolloutGroup] = {}
         """Under way or waiting to be looked at, in the order of asking."""
         self._surplus: list[RolloutGroup] = []
@@ -229,7 +227,7 @@ class RolloutQueue:
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()
-        self._source.drain(on_tick=self._on_tick)
+        self._source.drain()
         return {"refit/drain_seconds": time.monotonic() - start}
 
     def go_on(self, state: RunState) -> None:
@@ -294,7 +292,7 @@ class RolloutQueue:
                 age = 1 if first else -1
                 return sorted(ready, key=lambda one: (one not in last, age * one.oldest_version))[:size]
             # Finish judging them before asking again: new rollouts have the same keys.
-            self._source.judge(stale, on_tick=self._on_tick)
+            self._source.judge(stale)
             self._num_regenerated += len(stale)
             self._num_too_old.update(group.key for group in stale)
             if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
@@ -308,23 +306,23 @@ class RolloutQueue:
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
     def _wait_for(self, groups: Sequence[RolloutGroup], num_groups: int) -> None:
-        self._on_tick()
+        self._source.news.look()
         num_missing = sum(group.num_missing for group in groups)
         if num_missing == 0:
             return
         with rollout_progress(num_missing) as progress:
 
-            def on_tick() -> None:
+            def show() -> None:
                 nonlocal num_missing
                 before, num_missing = num_missing, sum(group.num_missing for group in groups)
                 progress.update(before - num_missing)
-                self._on_tick()
 
-            self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups, on_tick=on_tick)
+            with self._source.news.watched_by(show):
+                self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups)
 
     def _judge(self, groups: Sequence[RolloutGroup], clock: Clock) -> list[RolloutGroup]:
         with clock.phase("reward"):
-            judged, scoring_s = self._source.judge(groups, on_tick=self._on_tick)
+            judged, scoring_s = self._source.judge(groups)
         clock.overlap("reward", scoring_s)
         return judged
 
@@ -363,7 +361,6 @@ def open_queue(
     ledger: Ledger,
     *,
     last_step: int,
-    on_tick: Callable[[], None],
     revive: Revive = lambda epoch, prompt: None,
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
@@ -389,6 +386,5 @@ def open_queue(
         data.sampling,
         last_step=last_step,
         has_signal=counts,
-        on_tick=on_tick,
         revive=revive,
     )

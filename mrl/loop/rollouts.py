@@ -262,11 +262,10 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
             open_kept(config, folder, identity, session.collector, last_step=num_steps) as kept,
             open_saver(config, folder, session, kept) as saver,
+            session.collector.news.watched_by(budget.check),
         ):
             collector, ledger = session.collector, folder.ledger
-            queue = open_queue(
-                config, data, collector, ledger, last_step=num_steps, on_tick=budget.check, revive=reviver(kept)
-            )
+            queue = open_queue(config, data, collector, ledger, last_step=num_steps, revive=reviver(kept))
             if kept is not None:
                 kept.watch(queue.num_unjudged)
             supplier = RolloutSupplier(

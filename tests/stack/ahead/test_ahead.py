@@ -154,17 +154,17 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
             run.supplier.session.engines,
             run.supplier.queue._sampling,
         )
-        source.drain(on_tick=lambda: None)
+        source.drain()
         run.supplier.session.rewards.apply(fall_silent)
         for index, max_new_tokens in ((0, 1), (1, 1200)):
             asked = [(-2, run.supplier.data.train[index])]
             wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
             source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
-        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_tick=lambda: None)
+        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4)
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
-            source.drain(on_tick=lambda: None)
+            source.drain()
         assert engines.book.lost == {0}
 
 

@@ -59,7 +59,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
         # These wait until the first ones are being judged, and end although no verdict is given.
         wait_for(tmp_path / "has_begun")
         assert all(group.num_missing == 4 for group in others)
-    collector.wait(lambda: all(group.num_missing == 0 for group in others), on_tick=lambda: None)
+    collector.wait(lambda: all(group.num_missing == 0 for group in others))
     assert all(group.num_unjudged == 4 for group in (*first, *others))
     (tmp_path / "may_score").touch()
     groups, seconds = collector.judge([*first, *others])

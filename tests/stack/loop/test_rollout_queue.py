@@ -25,7 +25,6 @@ def with_keys(live: LiveRun, **keys: int | bool) -> RolloutQueue:
         run.supplier.session.collector,
         run.folder.ledger,
         last_step=run.last_step,
-        on_tick=lambda: None,
     )
 
 

@@ -15,14 +15,17 @@ from tests.waiting import HANG_S
 def test_a_thread_waits_until_news_make_it_enough_and_the_watchdog_knows_for_whom():
     news, come, seen = News(), [], []
 
-    def on_tick() -> None:
+    def watch() -> None:
         seen.append([(wait.what, wait.who()) for wait in hangs.waits])
         if len(come) < 3:
             in_loop(come.append, len(seen))
             in_loop(news.tell, "generation")
 
-    news.wait(lambda: len(come) >= 3, what="generation", who=lambda: ["engine 0"], limit_s=HANG_S, on_tick=on_tick)
-    assert len(come) == 3 and seen[0] == [("generation", ["engine 0"])] and hangs.waits == []
+    with news.watched_by(watch):
+        news.wait(lambda: len(come) >= 3, what="generation", who=lambda: ["engine 0"], limit_s=HANG_S)
+    num_seen = len(seen)
+    news.wait(lambda: True, what="generation", who=list, limit_s=HANG_S)
+    assert len(come) == 3 and len(seen) == num_seen and seen[0] == [("generation", ["engine 0"])] and hangs.waits == []
 
 
 def test_silence_ends_a_wait_unless_something_is_expected_later():

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from mrl.cluster.event_loop import News
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.loop.queue import RolloutQueue
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
@@ -34,6 +35,7 @@ class Agents:
         self.runner, self._agent = self.running.run(self._start())
         self.under_way: list[RolloutGroup] = []
         self.rollouts: list[Future[None]] = []
+        self.news = News()
 
     async def _start(self) -> tuple[AgentRunner, FunctionAgent]:
         runner = AgentRunner(self.running.gateway, url=self.running.url, timeout_s=HANG_S, masks_flagged=True)
@@ -71,13 +73,13 @@ class Agents:
         info = RolloutInfo(task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one)
         group.note_sampled(info)
 
-    def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
+    def wait(self, is_enough: Callable[[], bool]) -> None:
         wait_until(is_enough, "rollouts")
 
-    def judge(self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
+    def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
         return list(groups), 0.0
 
-    def drain(self, *, on_tick: Callable[[], None]) -> None:
+    def drain(self) -> None:
         """Nothing: weights change under way."""
 
     def take_busy_s(self) -> float:

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mrl.cluster.event_loop import News
+from mrl.cluster.rollouts import RolloutCollector
 from mrl.data.prompts import load_prompts
 from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, carried_metrics, open_queue
 from mrl.loop.run import Stopped
@@ -25,9 +27,6 @@ from mrl.store.ledger import Ledger, replay
 from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
 from tests.unit.data.test_prompts import configured, write
-
-if TYPE_CHECKING:
-    from mrl.cluster.rollouts import RolloutCollector
 
 SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
 NUM_GENERATIONS = 2
@@ -42,6 +41,7 @@ class Groups:
     now: int = 0
     under_way: dict[PromptKey, tuple[RolloutGroup, int]] = field(default_factory=dict)
     """With the moment when it is done."""
+    news: News = field(default_factory=News)
     asked: list[tuple[PromptKey, int]] = field(default_factory=list)
 
     def ask(
@@ -65,17 +65,17 @@ class Groups:
             if done <= now and group.num_missing:
                 finish(group, self.rewards.get(group.prompt.prompt_id, (0.0, 1.0)))
 
-    def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
+    def wait(self, is_enough: Callable[[], bool]) -> None:
         while not is_enough():
             self.pass_time(self.now + 1)
-            on_tick()
+            self.news.look()
 
-    def drain(self, *, on_tick: Callable[[], None]) -> None:
-        on_tick()
+    def drain(self) -> None:
+        self.news.look()
         self.pass_time(max([self.now, *(done for _, done in self.under_way.values())]))
 
-    def judge(self, groups: Sequence[RolloutGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
-        on_tick()
+    def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
+        self.news.look()
         for group in groups:
             del self.under_way[group.key]
         return list(groups), 0.0
@@ -102,7 +102,7 @@ def new_group(epoch: int, prompt: Prompt, weight_version: int, *, is_kept: bool 
 
 
 def queue_of(plan: QueuePlan, source: Groups, *arguments: Any, **options: Any) -> RolloutQueue:
-    return RolloutQueue(plan, cast("RolloutCollector", source), *arguments, **options)
+    return RolloutQueue(plan, cast(RolloutCollector, source), *arguments, **options)
 
 
 def prompts(count: int, *, epochs: int = 1) -> list[tuple[int, Prompt]]:
@@ -348,14 +348,14 @@ def test_a_signal_ends_every_wait_of_a_step(ledger: Ledger, waits: str):
             raise Stopped
 
     class Ready(Groups):
-        def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
+        def wait(self, is_enough: Callable[[], bool]) -> None:
             self.pass_time(self.now + 1)
 
-    queue = queue_of(plan(1), Ready(), ledger, prompts(8), SAMPLING, last_step=4, on_tick=stop_at_once)
+    queue = queue_of(plan(1), source := Ready(), ledger, prompts(8), SAMPLING, last_step=4)
     queue.go_on(RunState(step=0, weight_version=1))
     if waits == "drain":
         ticks.append(0)
-    with pytest.raises(Stopped):
+    with source.news.watched_by(stop_at_once), pytest.raises(Stopped):
         queue.pause() if waits == "drain" else queue.take(RunState(step=0, weight_version=1), Clock())
 
 
@@ -386,7 +386,7 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     def steps(name: str, count: int, *, copy: Path | None = None) -> list[list[str]]:
         """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
         ledger = Ledger(tmp_path / name)
-        queue = open_queue(config, data, cast("RolloutCollector", Groups()), ledger, last_step=4, on_tick=lambda: None)
+        queue = open_queue(config, data, cast(RolloutCollector, Groups()), ledger, last_step=4)
         if copy is not None:  # the queue is there when a checkpoint is loaded
             ledger.roll_back(1, copy)
         return names(run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
