@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl import __version__
+from mrl import __version__, rooms
 
 COMMANDS = (
     "train",
@@ -30,8 +30,8 @@ COMMANDS = (
 
 def summary(command: str) -> str:
     """The first sentence of a command's docstring, without its usage. Imports nothing: the libraries take seconds."""
-    module = Path(__file__).with_name(command)
-    source = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    module = rooms.COMMANDS.get(command, f"mrl.{command}")
+    source = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
     docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
     return docstring.partition("`: ")[2].partition(".\n")[0].partition(". ")[0].rstrip(".")
 

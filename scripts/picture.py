@@ -13,8 +13,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from mrl.view.page import page
-from mrl.view.run_data import run_data
+from mrl.ops.view.page import page
+from mrl.ops.view.run_data import run_data
 from scripts.chromium import Tab, open_tab
 
 WIDTH, HEIGHT = 1280, 860

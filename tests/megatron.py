@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.doctor.software import read_pins
+from mrl.ops.doctor.software import read_pins
 from tests.index import download
 from tests.sources import ROOT
 

@@ -16,7 +16,7 @@ from conversion.tensors import torch_dtype
 
 
 def read_page(text: str) -> dict:
-    """The data of a page, as `mrl.view.page.page` took them."""
+    """The data of a page, as `mrl.ops.view.page.page` took them."""
     encoded = text.partition('id="data">')[2].partition("<")[0]
     return json.loads(gzip.decompress(base64.b64decode(encoded)))
 

@@ -45,8 +45,8 @@ from mrl.store.marks import (
     write_mark,
 )
 from mrl.store.ownership import unowned
+from mrl.store.run_files import METRIC_KEYS, METRICS, read_rows
 from mrl.types import RunState
-from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, write_atomic
 from conversion.files.limits import within
 from mrl.store.checkpoints import DAMAGED
-from mrl.view.rows import parse_row
+from mrl.store.run_files import parse_row
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from mrl.store.identity import IDENTITY, KEYS, UNKNOWN, find_changes, memory_of,
 from mrl.store.ledger import Ledger
 from mrl.store.marks import find_run, find_strangers
 from mrl.store.ownership import Ownership
-from mrl.view.run_data import OWNER
+from mrl.store.run_files import OWNER
 
 # Hashing them takes a second.
 MAX_HASHED_BYTES = 512 << 20

@@ -29,7 +29,9 @@ from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
 from mrl.phases import ModelName
+from mrl.rooms import write_report
 from mrl.store.about import about_this_attempt
+from mrl.store.advisories import Advisor, facts_of
 from mrl.store.checkpoints import (
     LEDGER,
     RUN_CONFIG,
@@ -50,6 +52,7 @@ from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.marks import Mark, find_run, find_strangers, is_run_folder, new_id, write_mark
 from mrl.store.ownership import FolderLost, Ownership
+from mrl.store.run_files import ABOUT, ENDED, MASKED, METRIC_KEYS, METRICS, OWNER, REFIT, SAMPLES, State, read_rows
 from mrl.store.samples import (
     Split,
     append_report_samples,
@@ -60,10 +63,6 @@ from mrl.store.samples import (
     write_step_data,
 )
 from mrl.types import RolloutGroup, Status, TokenSamples, TrainSequence
-from mrl.view.advisories import Advisor
-from mrl.view.page import write_report
-from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
-from mrl.view.run_data import ABOUT, ENDED, MASKED, OWNER, REFIT, State, facts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mrl import spans
-from mrl.view.page import page
-from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
-from mrl.view.run_data import run_data
-from mrl.view.timeline import START, list_windows, read_timelines
+from mrl.ops.view.page import page
+from mrl.ops.view.run_data import run_data
+from mrl.ops.view.timeline import START, list_windows, read_timelines
+from mrl.store.run_files import METRIC_KEYS, METRICS, read_rows
 from scripts.bench.turns import bench_parser, report
 from scripts.chromium import find_chromium, open_tab
 from tests.long.record import Row
-from tests.unit.view.runs import make_long_run
+from tests.unit.ops.view.runs import make_long_run
 
 NUM_CALLS = 5_000
 LONG_STEPS = 1000

@@ -46,11 +46,11 @@ def fp8(setup: Setup) -> list[Row]:
 
 def _findings(setup: Setup, precisions: Sequence[tuple[str, str]]) -> list[Row]:
     """The doctor's findings for each precision of trainer and engine."""
-    from mrl import prepare
     from mrl.config.load import load_config
     from mrl.data.prompts import load_prompts
-    from mrl.doctor import refit
     from mrl.loop.preflight import check_start
+    from mrl.ops import prepare
+    from mrl.ops.doctor import refit
 
     if setup.model is None:
         prepare.main(["tiny"])  # finds what it has made before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.plan.__main__ import main
+from mrl.ops.plan import main
 from scripts.chromium import Tab, find_chromium, open_tab
 from tests.sources import ROOT
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from mrl.config.texts import safe_text
-from mrl.view.__main__ import Runs, server_of
-from mrl.view.page import write_report
+from mrl.ops.view.page import write_report
+from mrl.ops.view.server import Runs, server_of
 from scripts.chromium import Tab, find_chromium, open_tab
 from tests.browser.test_plan import texts
-from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
+from tests.unit.ops.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"

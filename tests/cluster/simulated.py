@@ -78,7 +78,7 @@ signal.pause()
 # The command of the scripts, with the record of Ray's starts in the place of Ray.
 # Where a node is absent, time passes once all others are there.
 MRL = r"""import itertools, json, os, re, sys, time, types
-from mrl import launch
+from mrl.ops import launch
 def joined():
     lines = open(os.environ["RECORD"] + "/ray").read().splitlines()
     resources = [json.loads(re.search(r"--resources=(\{.*?\})", line)[1]) for line in lines]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.launchers.kubernetes import KubernetesJob, render
+from mrl.ops.launchers.kubernetes import KubernetesJob, render
 from tests.cluster.nodes import missing, nodes_of
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs

@@ -26,7 +26,7 @@ from mrl.config.schema.data import DatasetConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.files import find_data_files
 from mrl.data.records import records
-from mrl.doctor.model_files import check_model, check_rows
+from mrl.ops.doctor.model_files import check_model, check_rows
 from tests import models
 from tests.waiting import HANG_S
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.launch import main
+from mrl.ops.launch import main
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.view.__main__ import Runs
+from mrl.ops.view.server import Runs
 from tests.hostile.test_files import place
 from tests.reading import read_page
-from tests.unit.view.runs import make_run, rollout, write_dump
+from tests.unit.ops.view.runs import make_run, rollout, write_dump
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.attack("a run folder of a stranger")
@@ -122,7 +122,7 @@ def test_odd_values_end_in_one_line(folder: Path, value: object):
 
 def test_lines_without_an_end_are_cut(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The limits are smaller here, so that the test is quick."""
-    monkeypatch.setattr("mrl.view.dumps.MAX_LINE_BYTES", 2**16)
-    monkeypatch.setattr("mrl.view.dumps.MAX_DUMP_BYTES", 2**20)
+    monkeypatch.setattr("mrl.ops.view.dumps.MAX_LINE_BYTES", 2**16)
+    monkeypatch.setattr("mrl.ops.view.dumps.MAX_DUMP_BYTES", 2**20)
     (folder / DUMP).write_bytes(gzip.compress(b"[" * 2**24 + b"\n"))
     assert isinstance(shown(folder), dict)

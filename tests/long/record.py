@@ -132,7 +132,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/policy/checkpoint.py",
         *(f"mrl/store/{n}.py" for n in ("checkpoints", "rollout_files")),
     ),
-    "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
+    "spans": ("mrl/spans.py", "mrl/ops/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
     "startup": (
         "mrl/loop/main.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrl.store.checkpoints import newest_step
-from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
+from mrl.store.run_files import METRIC_KEYS, METRICS, read_rows
 from tests.faults import test_kill
 from tests.faults.attempts import Attempt, lineage, tiny_inputs
 from tests.stack.ahead.conftest import AHEAD

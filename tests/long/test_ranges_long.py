@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import uv
 
-from mrl.doctor.findings import normalise
-from mrl.doctor.software import applies, release, split_requirement
+from mrl.ops.doctor.findings import normalise
+from mrl.ops.doctor.software import applies, release, split_requirement
 from tests.index import index_url
 from tests.learn.test_wheel import build_wheel, train_in_an_empty_folder
 from tests.sources import ROOT

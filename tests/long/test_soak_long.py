@@ -24,7 +24,7 @@ import pytest
 from mrl.recipes.tiny import prepare_tiny
 from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import MARKER, STATE, newest_step
-from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
+from mrl.store.run_files import METRIC_KEYS, METRICS, read_rows
 from tests.faults import test_kill
 from tests.faults.attempts import Attempt, ledger, lineage
 from tests.long.record import Row, record

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mrl.doctor.software import read_pins
+from mrl.ops.doctor.software import read_pins
 from tests import megatron
 from tests.index import download
 from tests.rehearsal.children import rows_of

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from mrl.doctor.software import read_pins
+from mrl.ops.doctor.software import read_pins
 from tests.index import download
 from tests.sources import ROOT
 from tests.waiting import HANG_S

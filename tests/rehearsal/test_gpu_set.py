@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uv
 
-from mrl.doctor.findings import normalise
-from mrl.doctor.software import read_pins
+from mrl.ops.doctor.findings import normalise
+from mrl.ops.doctor.software import read_pins
 from tests.index import index_url
 from tests.sources import ROOT
 from tests.waiting import HANG_S

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.doctor.software import read_pins
+from mrl.ops.doctor.software import read_pins
 from tests.rehearsal.image_modules import RECORD, Modules, apex_commit, extensions, python_modules
 from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files
-from tests.unit.launchers.test_docker import FILES, instructions
+from tests.unit.ops.launchers.test_docker import FILES, instructions
 from tests.unit.test_imports import imported_names
 
 PINS = read_pins(ROOT / "constraints-gpu.txt")

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from mrl.view.timeline import list_windows, memory_by_phase, read_timelines
+from mrl.ops.view.timeline import list_windows, memory_by_phase, read_timelines
 from tests.faults.attempts import Attempt, is_taken, lineage
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, RUN_FOLDER, Quickstart, accuracy_of_export, call, sampling_noise
 

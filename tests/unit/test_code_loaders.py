@@ -58,6 +58,7 @@ REASONS = {
     ): "weights_only=True, of a chunk whose pickle the restricted reader refused",
     ("mrl/policy/checkpoint.py", "torch.load"): "weights_only=True, of common.pt",
     ("mrl/policy/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
+    ("mrl/rooms.py", "importlib.import_module"): "names that stand in the same file",
     ("mrl/policy/megatron_import.py", "importlib.import_module"): "names that stand in the same file",
     ("mrl/rollout/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
     ("mrl/envs/child.py", "importlib.import_module"): "reward functions of mrl.envs, named by its own declarations",

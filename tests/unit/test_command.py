@@ -57,7 +57,7 @@ def test_help_imports_no_command(tmp_path: Path):
         "print([name for name in sys.modules if name.split('.')[0] in ('mrl', 'conversion', 'yaml', 'torch', 'ray')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
-    assert done.stdout.strip() == "['mrl', 'mrl.__main__']", done.stderr
+    assert done.stdout.strip() == "['mrl', 'mrl.rooms', 'mrl.__main__']", done.stderr
 
 
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]):

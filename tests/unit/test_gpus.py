@@ -13,10 +13,10 @@ from mrl.config.errors import ConfigError
 from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
-from mrl.doctor.gpus import read_gpus
 from mrl.gpus import Builds, device_variables, find_misfit, find_shortage, host_gpus, on_gpu
-from mrl.launch import parse_arguments, train_command
 from mrl.loop.preflight import check_environment
+from mrl.ops.doctor.gpus import read_gpus
+from mrl.ops.launch import parse_arguments, train_command
 from tests.sources import ROOT, python_files
 
 # Questions whose answer depends on the host's GPUs or on the libraries' builds.
@@ -25,8 +25,8 @@ ASKED = re.compile(
 )
 MAY_ASK = {
     "mrl/gpus.py": "decides",
-    "mrl/doctor/gpus.py": "reports what the driver and torch say",
-    "mrl/doctor/host.py": "names nvidia-smi in a remedy",
+    "mrl/ops/doctor/gpus.py": "reports what the driver and torch say",
+    "mrl/ops/doctor/host.py": "names nvidia-smi in a remedy",
     "mrl/cluster/hosts.py": "measures utilisation",
     "mrl/numa.py": "reads which NUMA node a GPU is next to",
     "mrl/plan/hardware.py": "reads which GPU it is that a plan is for",

@@ -27,6 +27,7 @@ LAYERS = {
     "mrl.metrics": 0,
     "mrl.numa": 0,
     "mrl.phases": 0,
+    "mrl.rooms": 0,
     "mrl.signals": 0,
     "mrl.spans": 0,
     "mrl.startup": 0,
@@ -34,8 +35,6 @@ LAYERS = {
     "mrl.envs": 1,
     "mrl.algo": 1,
     "mrl.refit": 1,
-    "mrl.launchers": 1,
-    "mrl.view": 1,
     "mrl.plan": 2,
     "mrl.policy": 2,
     "mrl.rollout": 2,
@@ -43,6 +42,9 @@ LAYERS = {
     "mrl.store": 3,
 }
 ENTRY_LAYER = 4
+# What hangs on the program: it imports the program, which names it in one file alone.
+ROOMS = ("mrl.ops",)
+SEAM = "mrl.rooms"
 # Within layer 0, settings are checked against the sizes in the conversion tables, and name the models of a rank.
 ALLOWED_BESIDE = {
     ("mrl.config", "conversion"),
@@ -125,9 +127,11 @@ def violations(source: str, module: str) -> list[str]:
     layer = LAYERS.get(part, ENTRY_LAYER)
     for name in imported_names(source, module):
         root = name.split(".")[0]
+        if part_of(name) in ROOMS and part not in (SEAM, *ROOMS):
+            found.append(f"{module} imports {name}; only {SEAM} names a room")
         if root in HOMES and part != HOMES[root]:
             found.append(f"{module} imports {name}; {root} is imported only in {HOMES[root]}")
-        if root in ("mrl", "conversion") and part_of(name) not in (part, "mrl") and layer != ENTRY_LAYER:
+        if root in ("mrl", "conversion") and part_of(name) not in (part, "mrl", *ROOMS) and layer != ENTRY_LAYER:
             if LAYERS.get(part_of(name), ENTRY_LAYER) >= layer and (part, part_of(name)) not in ALLOWED_BESIDE:
                 found.append(f"{module} imports {name}; imports point down the layers")
         if (
@@ -162,6 +166,9 @@ def test_imports_point_down_and_libraries_stay_home():
         ("conversion.boxes", "import mrl.types"),
         ("conversion.boxes", "import torch"),
         ("mrl.types", "import mrl.train"),
+        ("mrl.train", "import mrl.ops.launch"),
+        ("mrl.store.run_folder", "def f():\n    from mrl.ops.view import page"),
+        ("mrl.launch", "MODULE = 'mrl.ops.launch'"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str):
@@ -174,6 +181,8 @@ def test_a_forbidden_import_is_found(module: str, source: str):
         ("mrl.train", "import mrl.cluster.session\nimport mrl.store.ledger"),
         ("mrl.rollout.engine", "import vllm\nWORKER = 'mrl.rollout.worker.Worker'\nfrom mrl.refit.pull import Puller"),
         ("mrl.config.rules.checks", "from conversion.families import registry\nfrom mrl.env import ENV"),
+        ("mrl.rooms", "MODULE = 'mrl.ops.launch'"),
+        ("mrl.ops.launch", "import mrl.check\nimport mrl.ops.launchers.slurm"),
         ("mrl.algo.losses", "from . import advantages\nMESSAGE = 'see mrl.policy.step for why'"),
     ],
 )

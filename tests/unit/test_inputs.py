@@ -17,12 +17,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mrl import check, launch
+from mrl import check
 from mrl.config.load import load_config
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.data.excerpts import MAX_WHOLE_ROWS, excerpt
 from mrl.data.tables import chosen_rows, table_rows
 from mrl.loop import examples
+from mrl.ops import launch
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger
 from mrl.store.ownership import Ownership

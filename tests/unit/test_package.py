@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import mrl
-from mrl.doctor.software import applies
+from mrl.ops.doctor.software import applies
 from tests.sources import ROOT, python_files, tree_of
 from tests.unit.test_imports import imported_names
 from tests.waiting import HANG_S
@@ -52,9 +52,8 @@ def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
         f"{information}/licenses/LICENSE",
         f"{information}/licenses/NOTICE",
     } <= members
-    page = {
-        f"mrl/view/{path.name}" for path in (ROOT / "mrl/view").iterdir() if path.suffix in (".js", ".css", ".LICENSE")
-    }
+    view = ROOT / "mrl/ops/view"
+    page = {f"mrl/ops/view/{path.name}" for path in view.iterdir() if path.suffix in (".js", ".css", ".LICENSE")}
     assert len(page) > 6 and page <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
     assert {f"mrl/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= members

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl import check, launch, prepare
+from mrl import check
 from mrl.convert import main as convert
-from mrl.plan import __main__ as plan
-from mrl.view.advisories import RULES
+from mrl.ops import launch, plan, prepare
+from mrl.store.advisories import RULES
 from scripts.render_docs import DOCS
 from tests.sources import ROOT
 from tests.unit.conftest import write_weights

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl import convert, launch
+from mrl import convert
 from mrl.__main__ import COMMANDS
 from mrl.config.texts import rounded
-from mrl.view import __main__ as view_main
+from mrl.ops import launch
+from mrl.ops.view import server as view_main
 from tests.sources import ROOT
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\u202e"

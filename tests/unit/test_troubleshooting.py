@@ -16,9 +16,9 @@ import pytest
 from mrl.cluster.errors import way_out
 from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.keys import KEYS
-from mrl.doctor import __main__ as doctor
-from mrl.doctor import probe
-from mrl.launch import wait_for_nodes
+from mrl.ops.doctor import command as doctor
+from mrl.ops.doctor import probe
+from mrl.ops.launch import wait_for_nodes
 from tests.sources import ROOT, python_files, tree_of
 from tests.waiting import HANG_S
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.doctor.gpus import probe_cuda
+from mrl.ops.doctor.gpus import probe_cuda
 from tests.sources import ROOT
 from tests.waiting import HANG_S, wait_until
 

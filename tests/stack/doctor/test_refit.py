@@ -15,8 +15,8 @@ import pytest
 
 from conversion.boxes import Slot
 from conversion.families.common import Family
-from mrl.doctor import __main__ as doctor
-from mrl.doctor import refit
+from mrl.ops.doctor import command as doctor
+from mrl.ops.doctor import refit
 from mrl.types import Rollout
 from tests import models
 from tests.rollouts import request

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from conversion.convert import convert_mcore_to_hf
+from mrl.ops.view.timeline import list_windows, read_timelines
 from mrl.store.checkpoints import find_damage
-from mrl.view.timeline import list_windows, read_timelines
 from tests.sources import ROOT
 from tests.stack.pipeline.test_pipeline_run import MRL, OWN_LOOP, numbers, rows, train
 

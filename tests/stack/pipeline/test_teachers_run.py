@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from mrl.ops.view.timeline import list_windows, read_timelines
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
-from mrl.view.timeline import list_windows, read_timelines
 from tests.sources import ROOT
 from tests.stack.pipeline.test_pipeline_run import MRL, OWN_LOOP, numbers, rows, train
 

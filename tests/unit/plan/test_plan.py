@@ -19,7 +19,8 @@ from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.loop.preflight import check_start
-from mrl.plan.__main__ import main
+from mrl.ops.plan import main
+from mrl.ops.view.run_data import run_data
 from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.hardware import GIB, GPUS, nearest
 from mrl.plan.memory import (
@@ -36,7 +37,6 @@ from mrl.plan.plan import as_data, find_host_misfit, make_plan, prediction, prob
 from mrl.plan.search import worst_rank
 from mrl.plan.times import EXPERT_PRODUCTS, exchange_seconds, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
-from mrl.view.run_data import run_data
 from tests.reading import read_page
 from tests.sources import ROOT
 from tests.unit.plan.conftest import MODELS
@@ -493,8 +493,7 @@ def test_the_published_steps_of_nemo_rl_lie_inside_the_range(folders: dict[str, 
 
 def test_a_plan_imports_no_heavy_library():
     code = (
-        "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & "
-        "sys.modules.keys()))"
+        "import sys, mrl.ops.plan; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.model import with_value
-from mrl.plan.__main__ import main
+from mrl.ops.plan import main
 from mrl.plan.facts import read_model
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.memory import ROLLOUTS, host_memory, stage_states, with_limits

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mrl.prepare import main
+from mrl.ops.prepare import main
 from mrl.recipes.nano3 import prepare_nano3
 from tests.sources import ROOT
 from tests.waiting import wait_until

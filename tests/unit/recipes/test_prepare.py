@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl import prepare
+from mrl.ops import prepare
 from mrl.recipes import tiny
 from tests.sources import ROOT
 from tests.waiting import HANG_S
@@ -102,7 +102,7 @@ def test_the_loser_of_a_race_takes_the_winners_folder_if_it_is_what_it_wanted(
 def test_finding_it_there_imports_nothing_heavy(tmp_path: Path):
     prepare.main(["tiny", "--out", str(tmp_path / "tiny")])
     code = (
-        f"import sys; from mrl.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert "
+        f"import sys; from mrl.ops.prepare import main; main(['tiny', '--out', {str(tmp_path / 'tiny')!r}]); assert "
         "'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANG_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.replay import check_replayed, step_differences
+from mrl.ops.replay import check_replayed, step_differences
 from mrl.store.rollout_files import MAX_NOT_FINITE, RecordedStep, read_record, write_step
 from mrl.types import Batch, FixedAdvantage, RolloutInfo, TeacherTokens, TrainSequence
 from tests.rollouts import request

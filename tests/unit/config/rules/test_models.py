@@ -11,8 +11,8 @@ import pytest
 from mrl import check
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.doctor.run_inputs import check_inputs
 from mrl.loop.preflight import check_start
+from mrl.ops.doctor.run_inputs import check_inputs
 
 # The model of these tests has seven layers.
 STAGES = "megatron_cfg.num_layers_in_first_pipeline_stage=4"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's room: commands that check hosts, launch jobs, and show, compare, plan or replay runs."""

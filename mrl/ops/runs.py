@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.runs [FOLDER ...]`: lists runs; `show RUN` one with its attempts, `compare RUN RUN` how two differ.
+
+Reads run folders as they are, also those of runs that go on, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from conversion.files.reading import parse_json, read_file
+from mrl.config.texts import aligned
+from mrl.exit_codes import CODES
+from mrl.metrics import METRICS as SHOWN
+from mrl.metrics import repeats
+from mrl.ops.view.run_data import (
+    about_lines,
+    attempts_of,
+    checkpoints_of,
+    owner_state,
+    progress_lines,
+    read_config,
+    read_json,
+)
+from mrl.store.advisories import advisories, facts_of, number
+from mrl.store.checkpoints import LEDGER
+from mrl.store.ledger import LedgerState, apply_event
+from mrl.store.loggers.sink import flat
+from mrl.store.run_files import ENDED, METRIC_KEYS, METRICS, Json, Row, read_rows, setting
+
+RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
+"""Metrics of a run's result; the first that it has counts."""
+NOTHING = "-"
+RESULTS_FOLDER = Path("results")
+"""Folder of the packaged configs' runs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words.pop(0) if words[:1] in (["show"], ["compare"]) else "list"
+    parser = argparse.ArgumentParser(
+        prog="mrl.runs" if command == "list" else f"mrl.runs {command}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders",
+        nargs={"show": 1, "compare": 2}.get(command, "*"),
+        type=Path,
+        metavar="FOLDER",
+        help="default: results",
+    )
+    folders = parser.parse_args(words).folders or [RESULTS_FOLDER]
+    found = [folder for given in folders for folder in runs_in(given)]
+    if command != "list" and found != folders:
+        lacking = [folder for folder in folders if folder not in found]
+        near = [str(RESULTS_FOLDER / folder) for folder in lacking if _is_run(RESULTS_FOLDER / folder)]
+        parser.error(
+            f"no run in {', '.join(map(str, lacking))}: it has no config.yaml and metrics"
+            + (f"; there is {', '.join(near)}" if near else "")
+        )
+    if not found:
+        parser.error(
+            f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or "
+            "checkpointing.checkpoint_dir of one"
+        )
+    try:
+        lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    return 0
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder, if it is a run's; else the runs directly in it, the one that changed last at the end."""
+    if _is_run(folder):
+        return [folder]
+    return sorted(filter(_is_run, folder.glob("*")), key=lambda path: (path / "config.yaml").stat().st_mtime)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and ((folder / METRICS).is_file() or (folder / "logs").is_dir())
+
+
+def listing(folders: Sequence[Path]) -> list[str]:
+    """One line for each run, then those that cannot be read."""
+    table, unreadable = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")], list[str]()
+    for folder in folders:
+        try:
+            config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+        except (OSError, ValueError) as error:
+            unreadable.append(f"{folder} cannot be read: {error}")
+            continue
+        facts = dict(progress_lines(rows, config, folder, owner_state(folder)))
+        name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)
+        result = NOTHING if name is None else f"{name} {_path_of(rows, name)}"
+        if "masked" in facts:
+            result = f"{result}; masked: {facts['masked']}"
+        of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
+        changed = datetime.fromtimestamp(
+            max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists())
+        )
+        table.append(
+            (
+                str(folder),
+                facts["state"],
+                facts["step"],
+                *of,
+                str(len(attempts_of(folder))),
+                result,
+                f"{changed:%Y-%m-%d %H:%M}",
+            )
+        )
+    return [*aligned(table), *unreadable]
+
+
+def show(folder: Path) -> list[str]:
+    """Describes a run: settings, progress, attempts, rollbacks, checkpoints, and the advice that holds now."""
+    config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+    lines = aligned(
+        [
+            *about_lines(config, read_json(folder / "about.json")),
+            *progress_lines(rows, config, folder, owner_state(folder)),
+        ]
+    )
+    before: Json = {}
+    for path in attempts_of(folder):
+        now = flat(read_config(path / "config.yaml"))
+        started = datetime.fromtimestamp((path / "config.yaml").stat().st_mtime)
+        is_newest = path == attempts_of(folder)[-1]
+        end = "running" if is_newest and owner_state(folder) == "running" else end_of(path)
+        lines.append(f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}; {end}")
+        lines += [f"  {line}" for line in differences(before, now)] if before else []
+        before = now
+    lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
+    saved = ", ".join(
+        f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder)
+    )
+    advice = [advisory.line() for advisory in advisories(rows, facts_of(config))]
+    return [*lines, f"checkpoints: {saved or 'none'}", *advice]
+
+
+def compare(one: Path, other: Path) -> list[str]:
+    """Compares two runs: keys that differ, the step at which the curves part, and both results."""
+    settings = differences(*(flat(read_config(folder / "config.yaml")) for folder in (one, other)))
+    lines = [f"A = {one}", f"B = {other}", *(settings or ["the configs are equal"])]
+    rows, others = ({row["step"]: row for row in rows_of(folder)} for folder in (one, other))
+    steps = [step for step in rows if step in others]
+    if not steps:
+        return [*lines, "no step is in both"]
+
+    def differing(step: float | None) -> list[str]:
+        names = rows[step].keys() & others[step].keys()
+        return sorted(name for name in names if repeats(name) and rows[step][name] != others[step][name])
+
+    parts = next((step for step in steps if differing(step)), None)
+    if parts is None:
+        lines.append(f"equal metrics in all common steps ({len(steps)})")
+    else:
+        lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
+    shared = [
+        name
+        for name in SHOWN
+        if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))
+    ]
+    table = [
+        ("metric (first -> last)", "A", "B"),
+        *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),
+    ]
+    return [*lines, *aligned(table)]
+
+
+def differences(one: Json, other: Json) -> list[str]:
+    """`key: value -> value` of each key of two flat configs that is not equal."""
+    keys = [*one, *(key for key in other if key not in one)]
+    return [
+        f"{key}: {_spelt(one, key)} -> {_spelt(other, key)}"
+        for key in keys
+        if one.get(key) != other.get(key) or (key in one) != (key in other)
+    ]
+
+
+def rows_of(folder: Path) -> Sequence[Row]:
+    """Metrics by step; None for values that are no finite numbers. Lines without a step are left out."""
+    rows = read_rows(folder / METRICS, METRIC_KEYS)[0]
+    return [
+        {
+            name: value if isinstance(value, int | float) and math.isfinite(value) else None
+            for name, value in row.items()
+        }
+        for row in rows
+        if isinstance(row["step"], int)
+    ]
+
+
+def end_of(attempt: Path) -> str:
+    """Says how an attempt ended that does not run any more."""
+    found = read_json(attempt / ENDED)
+    if not found:
+        return "ended without a word: killed, or its host was lost"
+    code, said = found.get("code"), str(found.get("text") or "")
+    meaning = CODES[code][0] if isinstance(code, int) and code in CODES else "ended"
+    return f"ended with exit code {code}, {meaning.partition(';')[0]}" + (f": {said}" if said else "")
+
+
+def rolled_back(ledger: Path) -> Iterator[str]:
+    """Lists rollbacks: attempts that resumed before the last trained step, or asked prompts again."""
+    state = LedgerState()
+    for line in read_file(ledger).decode(errors="replace").splitlines() if ledger.exists() else []:
+        try:
+            event = parse_json(line)
+            assert isinstance(event, dict)
+            if event["event"] == "rolled_back":
+                yield (
+                    f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: "
+                    f"{len(state.taken)}"
+                )
+            apply_event(state, event)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+            yield "the ledger is damaged from here on"
+            return
+
+
+def _path_of(rows: Sequence[Row], name: str) -> str:
+    values = [value for row in rows if (value := row.get(name)) is not None]
+    return (
+        f"{number(values[0])} -> {number(values[-1])}" if len(values) > 1 else number(values[0]) if values else NOTHING
+    )
+
+
+def _spelt(config: Json, key: str) -> str:
+    return json.dumps(config[key], ensure_ascii=False, default=str) if key in config else "absent"

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The page of a run: its data, advisories, `report.html`, and the live view."""
