@@ -20,6 +20,7 @@ from conversion.cuts import (
     Cut,
     Experts,
     Gated,
+    Joined,
     Qkv,
     Regrouped,
     Replicated,
@@ -163,6 +164,8 @@ def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
         output = Gated(*b)
     elif isinstance(cut, Regrouped):
         output = replace(cut, first=b[0], second=b[1])
+    elif isinstance(cut, Joined):
+        output = Joined(tuple(replace(part, tensor=tensor) for part, tensor in zip(cut.parts, b, strict=True)))
     elif isinstance(cut, ColumnParallel | Sections):
         output = replace(cut, tensor=b[0])
     else:

@@ -215,6 +215,24 @@ class Regrouped(Cut):
 
 
 @dataclass(frozen=True)
+class Joined(Cut):
+    """Tensors one below the other, each cut in its own sections."""
+
+    parts: tuple[Sections, ...]
+
+    @property
+    def tensors(self) -> tuple[Canonical, ...]:
+        return tuple(part.tensor for part in self.parts)
+
+    def megatron(self, shard: AxisRank) -> Cutout:
+        cuts = zip(self.tensors, (part.megatron(shard) for part in self.parts), strict=True)
+        return _rows(*((tensor, *piece.box[0]) for tensor, cut in cuts for piece in cut.pieces))
+
+    def checkpoint(self) -> dict[str, Cutout]:
+        return {suffix: cutout for part in self.parts for suffix, cutout in part.checkpoint().items()}
+
+
+@dataclass(frozen=True)
 class Qkv(Cut):
     """Query, key and value of grouped-query attention. Megatron interleaves them by group; vLLM concatenates them."""
 

@@ -30,6 +30,8 @@ CLASSES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
 OF_EVERY_ENGINE = ("config/model", "transformers_utils/model_arch_config_convertor")
@@ -86,7 +88,8 @@ def config_keys() -> dict[str, object]:
     for model_type, of_vllm in CLASSES.items():
         kind = CONFIG_MAPPING[model_type]
         fields = {field.name: field.default for field in dataclasses.fields(kind) if field.name not in base}
-        module = f"models/{model_type}/modeling_{model_type}"
+        folder = model_type.removesuffix("_text")
+        module = f"models/{folder}/modeling_{folder}"
         reads: list[tuple[str, list[object]]] = [(name, [default]) for name, default in fields.items()]
         reads += _reads(_source("transformers", module), _HOLDERS)
         if of_vllm is not None:

@@ -53,6 +53,19 @@ _TINY_DECODER = dict(
     tie_word_embeddings=False,
 )
 
+_TINY_DELTA_NETS = _TINY_DECODER | dict(
+    rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25),
+    full_attention_interval=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_conv_kernel_dim=4,
+)
+_TINY_SHARED_EXPERT = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96
+)
+
 TINY: Mapping[str, Mapping[str, object]] = {
     "llama": _TINY_DECODER
     | dict(
@@ -94,23 +107,11 @@ TINY: Mapping[str, Mapping[str, object]] = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
-    "qwen3_next": _TINY_DECODER
-    | dict(
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25),
-        full_attention_interval=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_conv_kernel_dim=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=96,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    ),
+    "qwen3_next": _TINY_DELTA_NETS
+    | _TINY_SHARED_EXPERT
+    | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    "qwen3_5_text": _TINY_DELTA_NETS,
+    "qwen3_5_moe_text": _TINY_DELTA_NETS | _TINY_SHARED_EXPERT,
     "glm4_moe": _TINY_DECODER
     | dict(
         attention_bias=True,

@@ -202,7 +202,7 @@ class Model:
                 yield parallel.vpp - 1, None, self.tied_output
 
     def engine_stage(
-        self, parallel: VllmParallel, stage: int, *, has_ends: bool, has_norm_at_end: bool = False
+        self, parallel: VllmParallel, stage: int, *, has_ends: bool, num_at_end: int = 0
     ) -> Iterator[tuple[int | None, Rule]]:
         """Every rule of an engine's stage with the index of its layer; with `has_ends`, both ends are on all stages."""
         is_first, is_last = stage == 0, stage == parallel.pp - 1
@@ -212,7 +212,7 @@ class Model:
             (index, rule) for index in parallel.layers_of(stage, len(self.layers)) for rule in self.layers[index]
         )
         if is_last or has_ends:
-            yield from ((None, rule) for rule in self.last[int(has_norm_at_end and not is_last) :])
+            yield from ((None, rule) for rule in self.last[0 if is_last else num_at_end :])
         if is_last and parallel.has_drafter:
             yield from ((None, rule) for rule in self.mtp)
 
@@ -234,8 +234,8 @@ class Family:
     """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them
     or not.
     """
-    has_norm_at_end: bool = False
-    """True if it builds the final norm on the last stage alone, even so."""
+    num_at_end: int = 0
+    """Number of rules, of final norm and output, that it builds on the last stage alone, even so."""
     stated: tuple[tuple[str, object], ...] = ()
     """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
     vllm_reads_stacked_experts: bool = True
@@ -387,7 +387,7 @@ def _vllm_layout(
             "ngram"
         )
     for layer, rule in model.engine_stage(
-        parallel, stage, has_ends=family.has_ends_everywhere, has_norm_at_end=family.has_norm_at_end
+        parallel, stage, has_ends=family.has_ends_everywhere, num_at_end=family.num_at_end
     ):
         shard, cut = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense, rule.vllm_cut or rule.cut
         if not rule.vllm:

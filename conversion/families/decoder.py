@@ -98,19 +98,19 @@ class Decoder:
         qk_norm: bool = False,
         moe: Moe | None = None,
         rope: Rope | None = None,
+        mlp: int | None = None,
         has_window_switch: bool = False,
         kinds: tuple[str, ...] = ("full_attention",),
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
+        `mlp` is the width of dense layers of a family whose config.json has none.
         Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of
         the family has `use_sliding_window`, and drops the window unless that is true. `kinds` may be in `layer_types`.
         """
         check_no_window(hf_config, has_switch=has_window_switch, allowed=kinds)
-        hidden, num_heads = (
-            positive_integer(hf_config, "hidden_size"),
-            positive_integer(hf_config, "num_attention_heads"),
-        )
+        hidden = positive_integer(hf_config, "hidden_size")
+        num_heads = positive_integer(hf_config, "num_attention_heads")
         return cls(
             num_layers=positive_integer(hf_config, "num_hidden_layers"),
             vocabulary=positive_integer(hf_config, "vocab_size"),
@@ -118,7 +118,7 @@ class Decoder:
             num_heads=num_heads,
             num_kv_heads=positive_integer(hf_config, "num_key_value_heads", num_heads),
             head_dim=positive_integer(hf_config, "head_dim", head_dim or hidden // num_heads),
-            mlp=positive_integer(hf_config, "intermediate_size"),
+            mlp=mlp or positive_integer(hf_config, "intermediate_size"),
             epsilon=positive_number(hf_config, "rms_norm_eps"),
             max_positions=positive_integer(hf_config, "max_position_embeddings"),
             rope=rope or read_rope(hf_config),
@@ -187,12 +187,14 @@ def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple
     return positive_number({"rope_theta": theta}, "rope_theta"), kind, Settings(given, {})
 
 
-def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
+def read_rope(hf_config: HfConfig, *, percent: float | None = None, unused: tuple[str, ...] = ()) -> Rope:
     """Rotary positions of a family with only Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
 
-    `percent` is the default of a family that rotates a part of each head; None for one that rotates the whole.
+    `percent` is the default of a family that rotates a part of each head; None for one that rotates the whole. `unused`
+    keys change nothing of a text.
     """
     base, kind, given = rope_settings(hf_config, may_be_partial=percent is not None)
+    ignore(given, *unused)
     rope = _read_kind(hf_config, base, kind, given, percent)
     refuse_unread_positions(kind, given)
     return rope
@@ -401,10 +403,8 @@ def softmax_experts(hf_config: HfConfig) -> Moe:
     step, dense = positive_integer(hf_config, "decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list")
-    num_layers, topk = (
-        positive_integer(hf_config, "num_hidden_layers"),
-        positive_integer(hf_config, "num_experts_per_tok"),
-    )
+    num_layers = positive_integer(hf_config, "num_hidden_layers")
+    topk = positive_integer(hf_config, "num_experts_per_tok")
     return Moe(
         layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
         num_experts=positive_integer(hf_config, experts_key),

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from dataclasses import replace
 
-from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe, qwen3_next
+from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe, qwen3_5, qwen3_next
 from conversion.families.common import Family, Model
 from conversion.families.decoder import (
     COMMON_SUPPORTED,
@@ -35,6 +35,8 @@ MAX_EXPERTS = 200_000
 table here.
 """
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 
 # transformers' default, whatever the hidden size.
 _QWEN3_HEAD_DIM = 128
@@ -88,6 +90,8 @@ _FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3_5_moe_text": qwen3_5.WITH_EXPERTS,
+    "qwen3_5_text": qwen3_5.DENSE,
     "qwen3_next": qwen3_next.FAMILY,
 } | {read.__name__: decoder_family(read) for read in (llama, qwen2, qwen3)}
 _FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=True) for read in (mixtral, qwen3_moe)}
@@ -152,6 +156,12 @@ def installed_family(model_type: str) -> Family | None:
 def family(hf_config: HfConfig) -> Family:
     """The family of a config.json."""
     model_type = hf_config.get("model_type")
+    if model_type in _WITH_IMAGES:
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is a text model with a vision tower, which mrl does not train; "
+            "save the text model alone: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained("
+            "NEW_FOLDER, save_original_format=False), and its tokenizer"
+        )
     found = FAMILIES.get(str(model_type)) or installed_family(str(model_type))
     if found is None:
         raise ValueError(

@@ -37,6 +37,7 @@ from mrl.rollout.cpu_speculation import (
     scan_proposed,
     spread,
 )
+from mrl.rollout.cpu_vision import inspect_text_model, load_text_model
 
 # Unary functions whose scalar and vector loops differ, among those that the models here use.
 TAIL_SAFE_FUNCTIONS = ("sigmoid", "silu", "softplus")
@@ -215,6 +216,9 @@ _SAME_TOKENS = (
 _UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed by seed"
 _ONLINE = "vllm.model_executor.layers.quantization.online"
 _NEEDS_AMX = "vLLM's FP8 kernels for CPUs need AMX, or are not there"
+_REGISTERED = "vllm.model_executor.models.registry._LazyRegisteredModel"
+_NEEDS_TORCHVISION = "vLLM imports it with Qwen3.5's text model, for images; PyPI has no build of it for CPU hosts"
+_UNTIL_NO_TORCHVISION = "Qwen3.5's text model is a file without images, or torchvision is installed"
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
 PATCHES = (
@@ -384,6 +388,20 @@ PATCHES = (
         _SAME_TOKENS,
         _UNTIL_SAME_TOKENS,
         lambda _: sample_targets(gumbel_seeds),
+    ),
+    EnginePatch(
+        f"{_REGISTERED}.load_model_cls",
+        "the same function; empty modules in the place of a missing torchvision",
+        _NEEDS_TORCHVISION,
+        _UNTIL_NO_TORCHVISION,
+        load_text_model,
+    ),
+    EnginePatch(
+        f"{_REGISTERED}.inspect_model_cls",
+        "the same function, in the process that asks",
+        _NEEDS_TORCHVISION,
+        _UNTIL_NO_TORCHVISION,
+        inspect_text_model,
     ),
 )
 

@@ -69,6 +69,7 @@ def engine_arguments(
         "enable_return_routed_experts": keeps_routes and not is_cpu,
     }
     if is_cpu:
+        _install_for_cpu()
         arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
     else:
         arguments |= {
@@ -101,6 +102,13 @@ def engine_arguments(
         # Triton kernel for MXFP8; vLLM makes such experts of staged weights, in any order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
+
+
+def _install_for_cpu() -> None:
+    """Applies the patches of CPU hosts here, where vLLM asks the model's class before a worker exists."""
+    from mrl.rollout import cpu
+
+    cpu.install()
 
 
 def _prefix_caching(setting: bool | None, *, keeps_routes: bool) -> bool | None:

@@ -191,6 +191,8 @@ MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _decoder,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_5_moe_text": _qwen3_next,
+    "qwen3_5_text": _qwen3_next,
     "qwen3_next": _qwen3_next,
 }
 """A random config.json, but model_type and num_hidden_layers, by model_type."""

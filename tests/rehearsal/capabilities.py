@@ -54,6 +54,8 @@ TINY = (
     "deepseek_v3",
     "glm4_moe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_next",
 )
 

@@ -34,10 +34,12 @@ CASES: dict[str, dict[str, object]] = {
     "qwen2_moe": {},
     "qwen3": {},
     "qwen3_moe": dict(mlp_only_layers=[1]),
+    "qwen3_5_moe_text": {},
+    "qwen3_5_text": {},
     "qwen3_next": {},
 }
 """Changes, by model_type, of tests.models.TINY."""
-WITHOUT_TREES = ("deepseek_v3", "qwen3_next")
+WITHOUT_TREES = ("deepseek_v3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 FUSED = tuple(
     f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing")
 )

@@ -38,6 +38,8 @@ TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen3": ("qwen3", dict(tie_word_embeddings=False)),
     "qwen3, tied": ("qwen3", dict(tie_word_embeddings=True)),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_moe, a dense layer": ("qwen3_moe", dict(mlp_only_layers=[1])),
 }
@@ -46,7 +48,7 @@ BF16 = (
     "policy.megatron_cfg.optimizer.bf16=true",
     "policy.megatron_cfg.optimizer.params_dtype=bfloat16",
 )
-WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next")
+WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 
 
 @dataclass(frozen=True)

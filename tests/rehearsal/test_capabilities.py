@@ -43,7 +43,7 @@ def test_dtypes_that_the_capability_decides_are_in_the_log(rows: list[Row]) -> N
     always = {
         "nemotron_h": ["model.layers.*.mixer.A"],
         "glm4_moe": ["model.layers.*.mlp.gate.weight"],
-        "qwen3_next": ["model.layers.*.linear_attn.A_log"],
+        **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ["model.layers.*.linear_attn.A_log"]),
     }
     gates = {"nemotron_h": ["model.layers.*.mixer.gate.weight"]}
     for row in rows:

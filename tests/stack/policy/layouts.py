@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests import models
 from tests.stack.policy import layout_ranks
@@ -88,7 +91,10 @@ def transformers_gradients(
     """
     model = transformers_model(folder)
     loss = torch.zeros(())
-    with patch.object(qwen3_next, "torch_chunk_gated_delta_rule", qwen3_next.torch_recurrent_gated_delta_rule):
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
+            rule = module.torch_recurrent_gated_delta_rule
+            stack.enter_context(patch.object(module, "torch_chunk_gated_delta_rule", rule))
         for row in ROWS:
             advantages_T = layout_ranks.packed_row(row).advantages_T
             loss = loss + (transformers_logprobs(model, row) * advantages_T).sum() / len(ROWS)

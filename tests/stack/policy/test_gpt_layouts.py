@@ -32,8 +32,9 @@ from tests.stack.policy.layouts import (
 )
 from tests.stack.ranks import RankPool
 
-DENSE = ("qwen2", "qwen3", "llama")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next")
+DENSE = ("qwen2", "qwen3", "llama", "qwen3_5_text")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Of the weights, not of the tokens. The last one is trained for some steps.
 SEEDS = (0, 1)
 PARITY_ROWS = [sequences(700, 2, 32, 260, 6), sequences(*range(20, 60))]
@@ -56,7 +57,7 @@ CONTEXT_LAYOUTS = {
 }
 CONTEXT_CASES = [
     # Gated delta nets have no context parallelism.
-    *((name, "cp2") for name in (*DENSE, *MOE) if name != "qwen3_next"),
+    *((name, "cp2") for name in (*DENSE, *MOE) if name not in DELTA_NETS),
     *(("llama", layout) for layout in ("cp4", "pp2 vpp2 cp2", "tp2 sp pp2 cp2")),
     *(("qwen3_moe", layout) for layout in ("cp4", "tp2 sp cp2 ep2", "tp2 sp pp2 cp2 ep4")),
 ]
@@ -104,6 +105,22 @@ VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
         dict(layer_types=["linear_attention"] * 3 + ["full_attention"], mlp_only_layers=[0, 3]),
         4,
         TP2_SP | VPP2 | EP2,
+    ),
+    "gated delta nets of one head a rank, tied embeddings": (
+        "qwen3_5_text",
+        dict(
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=1e6,
+                partial_rotary_factor=0.5,
+                mrope_interleaved=True,
+                mrope_section=[4, 2, 2],
+            ),
+        ),
+        4,
+        TP2_SP | VPP2,
     ),
     "one key head for two ranks": ("qwen3", dict(num_key_value_heads=1), 2, TP2_SP),
     "one key head with bias": ("qwen2", dict(num_key_value_heads=1), 2, TP2),

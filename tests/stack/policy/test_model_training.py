@@ -13,6 +13,7 @@ from tests import models
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
 
+MOE = ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 NUM_STEPS = 3
 # Rows of even length for sequence parallelism, an even number of them for data parallelism.
 ROWS = [[list(range(first, first + length)) for length in (40, 7, 13)] for first in (0, 60, 120, 180)]
@@ -60,16 +61,12 @@ def test_a_router_trains_and_its_bias_follows_the_update_rate(ranks: RankPool, f
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next"],
+    ["llama", "qwen2", "qwen3", "qwen3_5_text", *MOE],
 )
 def test_transformers_take_the_steps_of_one_rank_and_learn(ranks: RankPool, tmp_path: Path, model_type: str):
     folder = models.save_model(tmp_path, model_type)
     # Of tied embeddings, both stages' copies are cut over replicas.
-    megatron = (
-        FOUR_RANKS
-        if model_type in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next")
-        else dict(pipeline_model_parallel_size=2)
-    )
+    megatron = FOUR_RANKS if model_type in MOE else dict(pipeline_model_parallel_size=2)
     ((expected, _, _),) = ranks.run(
         layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1
     )

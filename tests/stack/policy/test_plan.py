@@ -40,6 +40,8 @@ CHANGES: dict[str, dict[str, object]] = {
     "qwen3": dict(tie_word_embeddings=False, head_dim=64),
     "qwen3_moe": dict(mlp_only_layers=[1], decoder_sparse_step=1, num_experts=12),
     "qwen3_next": dict(layer_types=None, linear_num_value_heads=8, mlp_only_layers=[1], linear_value_head_dim=16),
+    "qwen3_5_moe_text": dict(layer_types=None, linear_num_value_heads=8, shared_expert_intermediate_size=32),
+    "qwen3_5_text": dict(layer_types=None, linear_key_head_dim=16, tie_word_embeddings=True),
     "deepseek_v3": dict(q_lora_rank=None, first_k_dense_replace=2, n_shared_experts=1),
 }
 
@@ -61,7 +63,9 @@ def test_parameters_are_those_of_models_on_the_meta_device(name: str, is_changed
     assert PlanModel(config).num_parameters == meta_elements(hf_config)
 
 
-@pytest.mark.parametrize("name", ["nemotron3_nano_30b_a3b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"])
+@pytest.mark.parametrize(
+    "name", ["nemotron3_nano_30b_a3b", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "qwen3_5_35b_a3b_text"]
+)
 def test_parameters_of_published_models_are_those_on_the_meta_device(name: str):
     hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
     assert PlanModel(hf_config).num_parameters == meta_elements(hf_config)

@@ -45,15 +45,30 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2_moe": ("qwen2_moe", TWO_LAYERS | dict(hidden_size=256, num_experts=10, mlp_only_layers=[])),
     "glm4_moe": ("glm4_moe", TWO_LAYERS | dict(n_routed_experts=10)),
     "deepseek_v3": ("deepseek_v3", LATENT | dict(num_hidden_layers=2)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", TWO_LAYERS | DELTA_NETS | dict(num_experts=10)),
+    "qwen3_5_text": ("qwen3_5_text", TWO_LAYERS | DELTA_NETS),
+    "qwen3_5_text, tied": ("qwen3_5_text", TWO_LAYERS | DELTA_NETS | dict(tie_word_embeddings=True)),
     "qwen3_next": ("qwen3_next", TWO_LAYERS | DELTA_NETS | dict(num_experts=10)),
     "deepseek_v3, queries of full rank": ("deepseek_v3", LATENT | dict(num_hidden_layers=2, q_lora_rank=None)),
 }
 # Three stages do not divide them; vLLM wants an attention or Mamba layer on each, and experts if the model has some.
 MORE_LAYERS: dict[str, dict[str, object]] = {
     "nemotron_h": dict(hybrid_override_pattern="ME*-ME*E", num_hidden_layers=8),
-    "qwen3_next": dict(layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4),
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        dict(layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4),
+    ),
 }
-WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next")
+WITH_EXPERTS = (
+    "deepseek_v3",
+    "glm4_moe",
+    "mixtral",
+    "nemotron_h",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 def layouts(model_type: str) -> list[VllmParallel]:

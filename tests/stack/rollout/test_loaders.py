@@ -66,7 +66,7 @@ def test_vllm_reads_no_tied_embedding_stored_as_the_output_layer_alone(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next"]
+    "model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"]
 )
 def test_vllm_reads_experts_in_one_tensor_where_the_family_says_so(model_type: str, tmp_path: Path) -> None:
     hf, stacked = models.save_model(tmp_path / "hf", model_type), tmp_path / "stacked"

@@ -43,6 +43,7 @@ FORESEEING = {"num_nextn_predict_layers": 1}
         ("qwen3", {}, NGRAM, False),
         ("llama", dict(num_key_value_heads=4), None, False),
         ("qwen3_next", {}, None, False),
+        ("qwen3_5_text", {}, None, False),
         ("qwen3_next", dict(layer_types=["linear_attention"] * 3 + ["full_attention"]), None, True),
     ],
 )

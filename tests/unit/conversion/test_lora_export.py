@@ -23,6 +23,7 @@ EXCLUDED = {
     "nemotron_h": ("out_proj",),
     "deepseek_v3": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
     "glm4_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
+    "qwen3_5_moe_text": ("*.shared_experts.*", "*.experts.*"),
     "qwen3_next": ("*.shared_experts.*", "*.experts.*"),
     "qwen2_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*", "*.experts.*"),
 }

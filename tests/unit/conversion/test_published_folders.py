@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences
 from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, files_to_hide, weight_files, write_json
@@ -166,7 +166,7 @@ def test_of_an_index_only_the_tensors_that_the_model_needs_must_be_there(hf: Pat
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_moe", "qwen3_next"]
+    "model_type", ["deepseek_v3", "glm4_moe", "nemotron_h", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"]
 )
 def test_experts_in_one_tensor_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path):
     hf, stacked = models.save_model(tmp_path / "moe", model_type), tmp_path / "stacked"
@@ -174,6 +174,19 @@ def test_experts_in_one_tensor_are_read_as_transformers_reads_them(model_type: s
     names = {name for path in weight_files(stacked) for name in load_file(path)}
     assert any(name.endswith(".experts.down_proj") for name in names) and len(weight_files(stacked)) > 2
     assert list(differences(hf, stacked)) == [] and list(differences(hf, there_and_back(stacked))) == []
+
+
+def test_the_text_half_of_a_model_with_images_is_read_as_the_message_says(tmp_path: Path):
+    whole, text = tmp_path / "whole", tmp_path / "text"
+    vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=4, out_hidden_size=64)
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=models.TINY["qwen3_5_moe_text"], vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(whole)
+    with pytest.raises(ValueError, match=r"with a vision tower, .*; save the text model alone: AutoModelForCausalLM"):
+        check_hf(whole)
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype="auto")
+    model.save_pretrained(text, save_original_format=False)
+    assert torch.equal(logits(text), logits(whole))
+    assert list(differences(text, there_and_back(text))) == []
 
 
 def test_experts_in_one_tensor_that_vllm_does_not_read_are_refused_with_a_way_out(tmp_path: Path):

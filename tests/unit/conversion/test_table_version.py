@@ -64,6 +64,17 @@ _LATENT: dict[str, object] = dict(
     first_k_dense_replace=1,
     num_nextn_predict_layers=0,
 )
+_DELTA_NETS: dict[str, object] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=2,
+    linear_value_head_dim=3,
+    linear_conv_kernel_dim=4,
+)
+_SHARED_EXPERT: dict[str, object] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10
+)
 
 
 def _with(settings: dict[str, object], **changes: object) -> dict[str, object]:
@@ -99,18 +110,9 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
             mlp_only_layers=[1],
         )
     ],
-    "qwen3_next": [
-        _with(
-            _DECODER,
-            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
-            **{
-                "shared_expert_intermediate_size": 10,
-                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            },
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 2, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 4},
-        )
-    ],
+    "qwen3_5_moe_text": [_DECODER | _DELTA_NETS | _SHARED_EXPERT],
+    "qwen3_5_text": [_DECODER | _DELTA_NETS, _with(_DECODER | _DELTA_NETS, tie_word_embeddings=True)],
+    "qwen3_next": [_DECODER | _DELTA_NETS | _SHARED_EXPERT],
 }
 
 # By version, then by model_type. Versions that were published stay.
@@ -125,6 +127,8 @@ DIGESTS: Mapping[int, Mapping[str, str]] = {
         "qwen2_moe": "8b7a927fc9de9dbe",
         "qwen3": "86c4ea8a4debb84d",
         "qwen3_moe": "bd510218b22f58cc",
+        "qwen3_5_moe_text": "36028a634aa2d9ba",
+        "qwen3_5_text": "c7981e1cf378fbf6",
         "qwen3_next": "c2c639ed9c12a070",
     },
 }

@@ -65,7 +65,8 @@ def test_sizes_are_those_of_the_file_and_left_out_layers_have_their_name():
         (dict(output_gate_type="sigmoid"), "output_gate_type='sigmoid' is not supported"),
         (dict(tie_word_embeddings=True), "tie_word_embeddings=True is not supported"),
         (dict(linear_conv_kernel_dim=3), "linear_conv_kernel_dim=3 is not supported"),
-        (dict(model_type="qwen3_5"), "model_type='qwen3_5' is not supported"),
+        (dict(model_type="qwen3_5"), "model_type='qwen3_5' is a text model with a vision tower"),
+        (dict(model_type="qwen3_5_moe_text", norm_topk_prob=False), "norm_topk_prob=False is not supported"),
     ],
 )
 def test_settings_that_the_tables_do_not_know_are_refused(change: dict[str, object], message: str):
