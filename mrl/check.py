@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from mrl.cluster.daemons import obstacles_of
-from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Problem, told
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
+from mrl.config.migration import Migration
 from mrl.config.model import find_missing_weights, find_wrong_weights, with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one way from the program into its rooms: names of their functions, imported when they are used.
 
-`mrl.ops` holds the operator's commands. No other file of the program names a room: see
-tests/unit/test_imports.py.
+`mrl.ops` holds the operator's commands, `mrl.nemo` NeMo RL's dialect of config keys. No other file of the program names
+a room: see tests/unit/test_imports.py.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ def command(name: str) -> Callable[[], int]:
 def write_report(path: Path, *, state: str | None = None) -> None:
     """Writes the page of the run folder that holds `path`; see `mrl.ops.view.page`."""
     _function("mrl.ops.view.page", "write_report")(path, state=state)
+
+
+def dialect() -> Any:
+    """Module of NeMo RL's dialect, an instance of `mrl.config.migration.Dialect`."""
+    return importlib.import_module("mrl.nemo.dialect.words")
+
+
+def renamed_keys() -> Mapping[str, str]:
+    """NeMo RL's names of keys of the schema -> their names here."""
+    return dialect().RENAMED
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -10,8 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import get_args, get_origin, get_type_hints
 
-from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
-from mrl.config.dialect.tables import (
+from mrl.config.fields import Only, Range
+from mrl.config.schema.data import RowsConfig
+from mrl.config.schema.keys import KEYS, SAME_KEYS, fields_of, section_of
+from mrl.config.schema.run import RunConfig
+from mrl.nemo.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
+from mrl.nemo.dialect.tables import (
     BY_RULE,
     DIFFERENT,
     GPU_VALUES,
@@ -22,10 +26,6 @@ from mrl.config.dialect.tables import (
     VALUES,
     Foreign,
 )
-from mrl.config.fields import Only, Range
-from mrl.config.schema.data import RowsConfig
-from mrl.config.schema.keys import KEYS, SAME_KEYS, fields_of, section_of
-from mrl.config.schema.run import RunConfig
 
 _TEACHERS = "mrl.config: the teachers' sections are made of it"
 _MTP = "a check: a model with one MTP layer repeats it"
@@ -96,7 +96,7 @@ def dialect_tables() -> str:
     """The tables of docs/dialect.md, as Markdown. `--check` says of each key of a file why, and the way out."""
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
     by_rules = [
-        (f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))
+        (f"`{old}`", "by rules of `mrl/nemo/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))
     ]
     named = [*_renamed({**RENAMED, **SAME_VALUE}), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
     without = [

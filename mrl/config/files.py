@@ -16,11 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 import mrl
 from conversion.files.reading import read_file
-from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
 from mrl.config.errors import REDACTED, ConfigError, Problem, spell, told
 from mrl.env import is_hidden
+from mrl.rooms import renamed_keys
 
 logger = logging.getLogger(__name__)
+
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's loader where PyYAML has it: ten times as fast."""
 
 REPLACES = "_override_"
 """NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
@@ -265,8 +268,8 @@ def rename(flat: Settings) -> Settings:
             value = _RELATIVE.sub(
                 lambda match, key=key: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value
             )
-            value = _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
-        name = RENAMED.get(dotted)
+            value = _ABSOLUTE.sub(lambda match: "${" + renamed_keys().get(match[1], match[1]) + "}", value)
+        name = renamed_keys().get(dotted)
         setting = replace(setting, value=value, written_as=dotted if name else "")
         target = split_key(name) if name else key
         if (other := renamed.get(target)) is not None and other.value != setting.value:

@@ -11,9 +11,9 @@ from typing import get_args, get_origin
 
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_foreign, migrate
 from mrl.config.errors import Problem
 from mrl.config.files import Key, Settings, split_key, wrong
+from mrl.config.migration import Migration, dialect
 from mrl.config.schema.keys import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA
 from mrl.config.values import REFERENCE, Tree, Unresolved
 
@@ -56,7 +56,7 @@ def translate_settings(
             return None
 
     refused: list[Problem] = []
-    translated, migration = migrate(known, value_of, refused, sections)
+    translated, migration = dialect().migrate(known, value_of, refused, sections)
     notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
     migration.without_effect += [
         (key, setting, "read only where another key refers to it") for key, setting in notes.items()
@@ -78,7 +78,7 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
     algorithm = str(settings["algorithm",].value) if ("algorithm",) in settings else "grpo"
     for key, setting in settings.items():
         is_known, at, fault = _place(key, setting.value)
-        if is_known or is_foreign(key, setting.value):
+        if is_known or dialect().is_foreign(key, setting.value):
             known[key] = setting
         elif at:
             misplaced.add(at)
@@ -189,7 +189,7 @@ def _beginnings() -> set[Key]:
 @functools.cache
 def _known_keys() -> tuple[list[str], dict[str, list[str]]]:
     """All known keys, and the keys that each name is a part of."""
-    known, names = [*KEYS, *sorted(DIALECT_KEYS - KEYS.keys())], dict[str, list[str]]()
+    known, names = [*KEYS, *sorted(dialect().DIALECT_KEYS - KEYS.keys())], dict[str, list[str]]()
     for key in known:
         for name in dict.fromkeys(key.split(".")):
             names.setdefault(name, []).append(key)

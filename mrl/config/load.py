@@ -2,7 +2,7 @@
 """Loads YAML files and overrides as a typed `RunConfig`, and reports keys that have other names in NeMo RL.
 
 OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between
-keys are in `mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
+keys are in `mrl.config.rules.checks`, NeMo RL's words in `mrl.nemo.dialect`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,6 @@ import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
 from conversion.files.reading import read_file
-from mrl.config.dialect.media import find_media
-from mrl.config.dialect.translate import (
-    Migration,
-    is_evaluation,
-    place_evaluation,
-    use_own_forms,
-)
 from mrl.config.errors import ConfigError, NotKnown, Problem, told, value_at
 from mrl.config.files import (
     Setting,
@@ -36,6 +29,7 @@ from mrl.config.files import (
     wrong,
 )
 from mrl.config.known import ALGORITHMS, Translated, translate_settings
+from mrl.config.migration import Migration, dialect
 from mrl.config.model import with_value
 from mrl.config.parsers import CHAT
 from mrl.config.schema.keys import LIKE_POLICY, SAME_KEYS
@@ -97,21 +91,21 @@ def read_run(
     resolve_gpus(settings)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
-    if media := find_media(settings):
+    if media := dialect().find_media(settings):
         return None, Migration(), [*media, *problems]
     if unclear := choose_algorithm(settings):
         return None, Migration(), [*problems, *unclear]
-    if is_evaluation(settings):
+    if dialect().is_evaluation(settings):
         if not to_evaluate:
             text = f"{name} is a file for evaluations, without training; run `python -m mrl.evaluate {name}`"
             raise ConfigError([told(text, "file")])
-        place_evaluation(settings)
+        dialect().place_evaluation(settings)
     if to_evaluate:
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
         settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
         settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have a single rollout, which is no group
-    use_own_forms(settings)
+    dialect().use_own_forms(settings)
     keep_texts(settings)
     note_secrets(((".".join(key), setting.value) for key, setting in settings.items()), secrets)
     config, run, found = _interpret(settings, secrets)

@@ -14,9 +14,9 @@ from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, Over
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf.errors import OmegaConfBaseException
 
-from mrl.config.dialect.tables import RENAMED
 from mrl.config.errors import COMMAND_LINE, ConfigError, Problem, told
 from mrl.config.files import Settings, flatten, one_line, overlay, rename, split_key, two_names
+from mrl.rooms import renamed_keys
 
 MAX_CHARACTERS = 10_000
 """Limit of an override. Hydra's parser takes a second and a half for a list of that length, and four times as long for
@@ -71,7 +71,7 @@ def _apply(settings: Settings, override: str) -> Problem | str | None:
         )
     if parsed.type == OverrideType.EXTEND_LIST:
         return f"override {override}: no list is extended; write the whole list"
-    key = split_key(RENAMED.get(name, name))
+    key = split_key(renamed_keys().get(name, name))
     below = [other for other in settings if other[: len(key)] == key]
     if parsed.is_delete():
         if not below:

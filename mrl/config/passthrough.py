@@ -15,8 +15,8 @@ from typing import Literal
 
 import yaml
 
-from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.errors import REDACTED, NotKnown, Problems, spell
+from mrl.config.files import SAFE_LOADER
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 

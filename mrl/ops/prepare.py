@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             verify(options.model, options.data, options.disk, min_free_bytes=int(options.min_free_gb * 1e9))
         elif options.kind == "nano3":
-            from mrl.recipes.nano3 import prepare_nano3
+            from mrl.nemo.nano3 import prepare_nano3
 
             prepare_nano3(options.source, options.out, num_validation=options.validation_rows)
         else:

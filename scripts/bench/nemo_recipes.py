@@ -27,10 +27,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mrl.check import examine
-from mrl.config.dialect.tables import NEEDS_GPU
-from mrl.config.dialect.translate import is_evaluation
 from mrl.config.errors import Problem
 from mrl.config.files import Settings, read_settings, sections_of
+from mrl.nemo.dialect.tables import NEEDS_GPU
+from mrl.nemo.dialect.translate import is_evaluation
 from scripts.bench.turns import bench_parser
 from tests.long.record import Row, record
 

@@ -8,10 +8,10 @@ import pytest
 
 from mrl import check
 from mrl.check import Checked
-from mrl.config.dialect.translate import Migration
 from mrl.config.errors import Problem
 from mrl.config.files import find_config, read_settings
 from mrl.config.load import load_config
+from mrl.config.migration import Migration
 from mrl.config.schema.keys import KEYS, SCHEMA, SchemaNode
 from mrl.config.schema.run import RunConfig
 from mrl.config.values import Tree, config_of, faults_of

@@ -77,7 +77,7 @@ REASONS = {
         "pickle.loads",
     ): "rows that this process wrote into its own temporary file, which has no name",
     ("mrl/data/trial.py", "pickle.load"): "what a child of this process wrote into a temporary file, which has no name",
-    ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
+    ("mrl/nemo/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/files.py", "yaml.load"): "texts of others, by a safe loader, after check_yaml",
     (

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.keys import KEYS
+from mrl.nemo.dialect.translate import DIALECT_KEYS
 from scripts.render_docs import DOCS
 
 KEYS_TO_SET, REFERENCE = (DOCS / "config.md").read_text().split("<!-- config -->")

@@ -43,7 +43,7 @@ LAYERS = {
 }
 ENTRY_LAYER = 4
 # What hangs on the program: it imports the program, which names it in one file alone.
-ROOMS = ("mrl.ops",)
+ROOMS = ("mrl.nemo", "mrl.ops")
 SEAM = "mrl.rooms"
 # Within layer 0, settings are checked against the sizes in the conversion tables, and name the models of a rank.
 ALLOWED_BESIDE = {
@@ -51,6 +51,7 @@ ALLOWED_BESIDE = {
     ("mrl.config", "mrl.env"),
     ("mrl.config", "mrl.gpus"),
     ("mrl.config", "mrl.phases"),
+    ("mrl.config", "mrl.rooms"),
     ("mrl.exit_codes", "mrl.signals"),
     ("mrl.gpus", "mrl.env"),
     ("mrl.kernels", "mrl.gpus"),
@@ -167,6 +168,7 @@ def test_imports_point_down_and_libraries_stay_home():
         ("conversion.boxes", "import torch"),
         ("mrl.types", "import mrl.train"),
         ("mrl.train", "import mrl.ops.launch"),
+        ("mrl.config.known", "from mrl.nemo.dialect.translate import migrate"),
         ("mrl.store.run_folder", "def f():\n    from mrl.ops.view import page"),
         ("mrl.launch", "MODULE = 'mrl.ops.launch'"),
     ],

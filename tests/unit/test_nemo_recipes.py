@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.dialect.tables import NEEDS_GPU
 from mrl.config.errors import Problem
+from mrl.nemo.dialect.tables import NEEDS_GPU
 from scripts.bench import nemo_recipes
 from scripts.bench.nemo_recipes import Outcome, check_file, check_files, count_row, group_rows, reason_of, reason_rows
 from tests.sources import ROOT

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mrl.cluster.errors import way_out
-from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.schema.keys import KEYS
+from mrl.nemo.dialect.translate import DIALECT_KEYS
 from mrl.ops.doctor import command as doctor
 from mrl.ops.doctor import probe
 from mrl.ops.launch import wait_for_nodes

@@ -15,8 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mrl.nemo.nano3 import prepare_nano3
 from mrl.ops.prepare import main
-from mrl.recipes.nano3 import prepare_nano3
 from tests.sources import ROOT
 from tests.waiting import wait_until
 

@@ -5,17 +5,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
-from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign, migrate
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.files import Setting, packaged_configs, split_key
 from mrl.config.load import load_config, load_run
+from mrl.config.migration import Dialect, dialect
 from mrl.config.schema.keys import KEYS
 from mrl.config.schema.run import RunConfig
+from mrl.nemo.dialect import words
+from mrl.nemo.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
+from mrl.nemo.dialect.translate import DIALECT_KEYS, is_foreign, migrate
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
+WORDS: Dialect = words  # which pyright compares with what the program calls
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
+
+
+def test_the_program_finds_the_dialect_by_name():
+    assert dialect() is WORDS
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mrl import check
-from mrl.config.dialect.translate import DIALECT_KEYS
 from mrl.config.errors import ConfigError, value_at
 from mrl.config.files import packaged_configs
 from mrl.config.known import nearest_key
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.keys import KEYS
+from mrl.nemo.dialect.translate import DIALECT_KEYS
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"

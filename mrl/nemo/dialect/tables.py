@@ -12,11 +12,8 @@ from typing import Any
 import yaml
 
 from mrl.config.errors import spell
+from mrl.config.files import SAFE_LOADER
 from mrl.config.schema.data import DataDefaultConfig
-
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader where PyYAML has it: ten times as fast."""
-
 
 KINDS: Mapping[str, type | UnionType] = {
     "boolean": bool,
@@ -128,7 +125,7 @@ NOTES: Mapping[tuple[str, object], str] = {
 SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]
 """Key of the DTensor backend -> key of Megatron that takes the same value."""
 BY_RULE: Mapping[str, str] = _TABLES["by_rule"]
-"""Key of the DTensor backend -> key of Megatron whose value a rule of `mrl.config.dialect.rules` makes of it."""
+"""Key of the DTensor backend -> key of Megatron whose value a rule of `mrl.nemo.dialect.rules` makes of it."""
 DIFFERENT: Mapping[str, Foreign] = _foreign("different")
 NO_EFFECT: Mapping[str, Foreign] = _foreign("without_effect") | DIFFERENT
 _GPU_KEYS, GPU_VALUES = _needing_gpu()

@@ -7,23 +7,20 @@ tables.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from mrl import env
-from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, is_gyms, translate
-from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
-from mrl.config.errors import COMMAND_LINE, Problem, spell
+from mrl.config.errors import Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
+from mrl.config.migration import Migration
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.keys import LIKE_POLICY
-from mrl.config.texts import counted
-
-logger = logging.getLogger(__name__)
+from mrl.nemo.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, is_gyms, translate
+from mrl.nemo.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
 
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that a config may have besides the schema's."""
@@ -43,51 +40,6 @@ CONTEXT = "policy.generation.vllm_cfg.max_model_len"
 
 _DATA_KEYS = {field.name for field in fields(DatasetConfig)}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-
-
-@dataclass
-class Migration:
-    """Report of a config's settings in NeMo RL's terms, and what became of them: one line per key, with its origin."""
-
-    renamed: list[str] = field(default_factory=list)
-    translated: list[str] = field(default_factory=list)
-    without_effect: list[Note] = field(default_factory=list)
-    """Settings that change nothing, and why."""
-    different: list[Note] = field(default_factory=list)
-    """Settings with which NeMo RL trains, judges, resumes or logs otherwise, and what mrl does."""
-
-    def sections(self) -> dict[str, list[str]]:
-        """Groups the lines by the fate of the keys, without empty groups."""
-        found = {"renamed": self.renamed, "translated": self.translated, "without effect": _lines(self.without_effect)}
-        return {title: lines for title, lines in found.items() if lines}
-
-    def differences(self) -> list[str] | None:
-        """The lines of `different`; None for a config without any key of NeMo RL's alone."""
-        return _lines(self.different) if self.different or self.sections() else None
-
-    def log(self) -> None:
-        """Logs differing keys line by line, and the numbers of all others in one line."""
-        for line in self.differences() or ():
-            logger.info("Config: other than in NeMo RL: %s", line)
-        if found := {title: len(lines) for title, lines in self.sections().items()}:
-            counts = ", ".join(f"{count} {title}" for title, count in found.items())
-            logger.info("Config: NeMo RL's keys: %s; `--check` lists them", counts)
-
-
-def _lines(notes: Iterable[Note]) -> list[str]:
-    """A line for each note; one for all of a section with one reason."""
-    groups: dict[object, list[Note]] = {}
-    for key, setting, reason in notes:
-        group = key if setting.origin == COMMAND_LINE else (key[:2] if len(key) > 2 else key[:1], reason)
-        groups.setdefault(group, []).append((key, setting, reason))
-    lines = []
-    for members in groups.values():
-        key, setting, reason = members[0]
-        shared = (
-            f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
-        )
-        lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
-    return lines
 
 
 def use_own_forms(settings: Settings) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.errors import COMMAND_LINE, Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
+from mrl.config.migration import Note
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
 from mrl.config.values import as_written
+from mrl.nemo.dialect.tables import SAME_VALUE
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
@@ -116,7 +117,6 @@ COPIES = ("_copy", "_delete_key", "_inherit_from")
 _OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
 
 
-Note = tuple[Key, Setting, str]
 """A setting, and what becomes of it here."""
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, value_at
 from mrl.config.load import load_run
+from mrl.config.migration import Migration
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from tests.unit.config.problems import texts_of
