@@ -31,6 +31,7 @@ from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded
 from mrl.cluster.members import dead_head, lost_nodes
 from mrl.config.texts import rounded
 from mrl.refit import GivenUp
+from mrl.shortage import is_shortage
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -221,8 +222,8 @@ def wait_all(
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
     """The error to report for `error`: a death among `pending` actors, whose peers only lost connection, else `error`.
 
-    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give
-    no answer at all, a DeadlineExceeded with their names.
+    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint about a peer, the
+    peer's own lack of memory, or, if the peer gives no answer at all, a DeadlineExceeded with its name.
     """
     if isinstance(error, ActorLost | NoCluster):
         return error
@@ -236,7 +237,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
             except (ActorLost, NoCluster) as lost:
                 return lost
             except (RuntimeError, ValueError) as other:
-                if isinstance(error, Aftermath):
+                if isinstance(error, Aftermath) or (is_shortage(other) and not is_shortage(error)):
                     error = other
     if lost := lost_nodes():
         return NoCluster(f"{lost}; {error}")

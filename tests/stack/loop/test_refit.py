@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.refit import Refitter
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.phases import PHASES, Phase
+from mrl.shortage import WAY_OUT
 from mrl.train import train_step
 from tests.schedules import without_box
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
@@ -151,6 +153,17 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
         live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values()))
     )
     assert report.verified_bytes + report.padding_bytes == live_bytes
+
+
+def test_a_rank_without_memory_is_the_reason_and_not_its_peers_complaint(live: LiveRun):
+    def fail(_: object) -> None:
+        if torch.distributed.get_rank() == 0:
+            raise RuntimeError("refit exchange: rank 0 did not finish round 1 in time")
+        time.sleep(1.0)
+        raise MemoryError("std::bad_alloc")
+
+    with pytest.raises(RuntimeError, match=rf"^policy rank [1-9] failed in apply: std::bad_alloc; {WAY_OUT}$"):
+        live.run.supplier.session.policies.apply(fail)
 
 
 def test_the_driver_calls_a_rank_once_and_an_engine_twice_however_many_rounds_there_are(
