@@ -40,9 +40,9 @@ class Prompt:
     teacher: str = ""
     """Name of the teacher for this prompt; empty where there is none."""
     template_kwargs: str = ""
-    """The row's own values for variables of the chat template, which later turns are written with, too: a JSON object,
-    or empty.
-    """
+    """The row's own values for variables of the chat template, in later turns too: a JSON object, or empty."""
+    teacher_token_ids: tuple[int, ...] = ()
+    """The prompt that its teacher sees; empty: the same."""
 
 
 @dataclass(frozen=True)

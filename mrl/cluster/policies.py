@@ -33,7 +33,7 @@ from mrl.cluster.verbs import PolicyVerbs, TokenVerb
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow, pack_row, with_prompt
 from mrl.data.prefixes import add_trees
 from mrl.envs.scratch import Scratch
 from mrl.phases import ModelName
@@ -120,16 +120,20 @@ class PolicyActor:
         logprob_rows: RankRows,
         is_further: bool,
         shares_prefixes: bool,
+        prompts: Mapping[int, tuple[int, ...]],
     ) -> int:
-        """Pulls payloads of this rank's sequences and packs them; returns the row count. See `PolicyRank.set_batch`."""
+        """Pulls payloads of this rank's sequences and packs them; returns the row count. See `PolicyRank.set_batch`.
+
+        `prompts`: tokens in place of a sequence's own prompt, by index.
+        """
         start = time.monotonic()
         spans.begin("set_batch")
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
         teachers = pull_teacher(list(sequences.values()), timeout_s=self.timeout_s)
-        pulled = {
-            index: replace(sequence, rollout=replace(sequence.rollout, payload=rollout), teacher=teacher)
-            for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True)
-        }
+        pulled = {}
+        for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True):
+            shown = with_prompt(rollout, prompts[index]) if index in prompts else rollout
+            pulled[index] = replace(sequence, rollout=replace(sequence.rollout, payload=shown), teacher=teacher)
         policy = self.config.model(model)
         sizes = {
             "divisible_by": policy.row_multiple,
@@ -312,8 +316,12 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
         self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
 
-    def set_batches(self, batches: Sequence[Batch]) -> None:
-        """Sets batches of a step's updates in order. Each rank pulls its rows' payloads; see `PolicyRank.set_batch`."""
+    def set_batches(self, batches: Sequence[Batch], prompts: Mapping[int, tuple[int, ...]] | None = None) -> None:
+        """Sets batches of a step's updates in order. Each rank pulls its rows' payloads; see `PolicyActor.set_batch`.
+
+        `prompts`, of a single batch, are those that this model sees in place of the rollouts' own.
+        """
+        assert not prompts or len(batches) == 1
         for position, batch in enumerate(batches):
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
@@ -325,6 +333,12 @@ class PolicyGroup(Actors[PolicyVerbs]):
                         batch.logprob_rows[dp_rank],
                         position > 0,
                         batch.shares_prefixes,
+                        {
+                            index: prompts[index]
+                            for row in batch.rows[dp_rank]
+                            for index in row
+                            if prompts and index in prompts
+                        },
                     )
                     pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine)
             self.wait(pending, deadline_s=None, what="set_batch")
@@ -356,12 +370,21 @@ class PolicyGroup(Actors[PolicyVerbs]):
             for index, payload in payloads.items()
         }
 
-    def teach(self, sequences: Sequence[TrainSequence], k: int) -> Callable[[], list[TrainSequence]]:
+    def teach(
+        self, sequences: Sequence[TrainSequence], prompts: Mapping[int, tuple[int, ...]], k: int
+    ) -> Callable[[], list[TrainSequence]]:
         """Starts this model on generated tokens. The answer waits, and gives the sequences with references to outputs.
 
-        See `mrl.policy.other_models.teach`.
+        `prompts`: tokens that this model sees in place of a sequence's own prompt, by index. See
+        `mrl.policy.other_models.teach`.
         """
-        self.set_batches([make_batch(sequences, self.config, self.model)])
+        shown = [
+            replace(sequence, rollout=replace(sequence.rollout, prompt_length=len(prompts[index])))
+            if index in prompts
+            else sequence
+            for index, sequence in enumerate(sequences)
+        ]
+        self.set_batches([make_batch(shown, self.config, self.model)], prompts)
         pending, payloads = {}, {}
         with self.in_order:
             for rank, actor in enumerate(self.handles):

@@ -26,7 +26,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 from mrl.phases import PHASES, ModelName, Phase, role_of
 from mrl.plan.deadlines import checkpoint_deadline
-from mrl.types import TrainSequence
+from mrl.types import Prompt, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -106,21 +106,22 @@ class RolloutSession:
         self.enter("refit")
         self.policies.call(PolicyVerbs.enter, "generate")
 
-    def with_teacher_outputs(
-        self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]
-    ) -> list[TrainSequence]:
-        """Adds the teacher outputs of each sequence, by its teacher's name.
+    def with_teacher_outputs(self, sequences: Sequence[TrainSequence], asked: Sequence[Prompt]) -> list[TrainSequence]:
+        """Adds the teacher outputs of each sequence, by its teacher's name and behind the teacher's own prompt, if any.
 
         Teachers with nodes of their own work at the same time, and those on the policy's one after another.
         """
         taught, apart = list(sequences), dict[ModelName, Callable[[], list[TrainSequence]]]()
         places = {
-            model: [place for place, teacher in enumerate(teachers) if teacher == model]
-            for model in sorted(set(teachers))
+            model: [place for place, prompt in enumerate(asked) if prompt.teacher == model]
+            for model in sorted({prompt.teacher for prompt in asked})
         }
 
         def teach(group: PolicyGroup) -> Callable[[], list[TrainSequence]]:
-            return group.teach([sequences[place] for place in places[group.model]], self.config.num_taught_logits)
+            mine = places[group.model]
+            own = [asked[place].teacher_token_ids for place in mine]
+            prompts = {index: token_ids for index, token_ids in enumerate(own) if token_ids}
+            return group.teach([sequences[place] for place in mine], prompts, self.config.num_taught_logits)
 
         def take(model: ModelName, outputs: list[TrainSequence]) -> None:
             for place, sequence in zip(places[model], outputs, strict=True):

@@ -105,9 +105,9 @@ def load_chat_format(
     """The format of a data set that stands at `key` in the config. Reads its prompt files."""
     # Most data sets take their prompt files from data.default, and messages should name what the user wrote.
     prompt_key, system_key = (key_of(name, default, dataset, key) for name in ("prompt_file", "system_prompt_file"))
-    prompt = "{}" if dataset.prompt_file is None else _read(dataset.prompt_file, setting=prompt_key)
+    prompt = "{}" if dataset.prompt_file is None else read_text(dataset.prompt_file, setting=prompt_key)
     system_prompt = (
-        None if dataset.system_prompt_file is None else _read(dataset.system_prompt_file, setting=system_key)
+        None if dataset.system_prompt_file is None else read_text(dataset.system_prompt_file, setting=system_key)
     )
     try:
         formatted = prompt.format("<question>")
@@ -143,7 +143,7 @@ def template_text(chosen: str | None) -> str:
     """The template that policy.tokenizer.chat_template names, unless that is the tokenizer's own."""
     if chosen is None:
         return JOINED
-    return _read(chosen, setting="policy.tokenizer.chat_template") if chosen.endswith(".jinja") else chosen
+    return read_text(chosen, setting="policy.tokenizer.chat_template") if chosen.endswith(".jinja") else chosen
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
@@ -213,7 +213,8 @@ def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     return len(text.encode()) * (1 if keeps_bytes else MAX_NORMALIZED_BYTES)
 
 
-def _read(path: str, *, setting: str) -> str:
+def read_text(path: str, *, setting: str) -> str:
+    """The text of the file that a setting names. ValueError: it cannot be read."""
     try:
         return read_file(Path(path)).decode()
     except (OSError, ValueError) as error:

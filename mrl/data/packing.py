@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mrl.types import TeacherTokens, TokenSample, TrainSequence
+from mrl.types import Rollout, TeacherTokens, TokenSample, TrainSequence
 
 MAX_SAMPLED_TOKENS = 4096
 """Limit for a sequence that is kept for readers, so that a step's texts stay small."""
@@ -165,6 +165,11 @@ class PackedRow:
     def num_valid_sequences(self) -> int:
         """Sequences with at least one token that counts in the loss."""
         return int((self.valid_tokens_S > 0).sum())
+
+
+def with_prompt(rollout: Rollout, token_ids: tuple[int, ...]) -> Rollout:
+    """The rollout behind another prompt, without the experts that an engine chose behind its own."""
+    return replace(rollout, request=replace(rollout.request, token_ids=token_ids), routes=None)
 
 
 def padded_length(length: int, multiple: int) -> int:

@@ -20,6 +20,7 @@ from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import BUILT_IN, NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import (
+    ChatFormat,
     load_chat_format,
     most_tokens,
     render,
@@ -30,11 +31,12 @@ from mrl.data.chat import (
 )
 from mrl.data.columns import LacksColumns, find_idle, find_lacking
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
-from mrl.data.fields import Fields, RowError, first_key
+from mrl.data.fields import Fields, Message, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.gym import REQUEST, agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
+from mrl.data.teacher_prompts import TeacherPrompts, load_teacher_prompt
 from mrl.data.trial import try_template
 from mrl.types import Prompt, SamplingParams
 
@@ -143,7 +145,7 @@ def prompt_reader(
     key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> Reader[Rendered]:
     """Reader of a data set's prompts. Without a tokenizer they are not rendered, and may be too long."""
-    generation, env_names = config.policy.generation, environment_names(config.env)
+    generation = config.policy.generation
     limits = PromptLimits(
         config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens
     )
@@ -151,21 +153,11 @@ def prompt_reader(
         dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs
     )
     variables = None if tokenizer is None else template_variables(tokenizer)
+    teachers = TeacherPrompts(dataset, config, load_teacher_prompt(dataset, config.data.default, key))
 
     def parse(fields: Fields) -> Parsed[Rendered]:
         row = parse_row(_with_question(fields, config.env), dataset)
-        if row.env_name is not None:
-            env_name = asked = row.env_name
-        elif row.agent is not None:
-            env_name, asked = route_of(row.agent, config.env), row.agent
-        else:
-            env_name = asked = dataset.env_name
-        if env_name == NEMO_GYM:
-            raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
-        if env_name is None or not (
-            env_name in env_names or (env_name == row.agent and is_agent(env_name, config.env))
-        ):
-            raise NoEnvironment(asked)
+        env_name = environment_of(row, dataset, config.env)
         taught_as = agent_of(fields) or env_name
         teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
         if teacher is None:
@@ -180,8 +172,10 @@ def prompt_reader(
         if not is_agent(env_name, config.env):
             check_asked(fields)
         check_prompt(row.messages, row.reply)
+        shown = teachers.messages(fields, row, env_name) if teacher else None
         own_kwargs = template_kwargs_of(fields, variables)
-        text = "" if tokenizer is None else rendered(row, tokenizer, own_kwargs)
+        form = chat.with_values(own_kwargs)
+        text = "" if tokenizer is None else rendered(row, tokenizer, form)
         # The model gets the question as it is; people and graders get question and model's text made safe alike.
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
@@ -194,13 +188,18 @@ def prompt_reader(
             *("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest), teacher),
             json.dumps(own_kwargs) if own_kwargs else "",
         )
+        if tokenizer is not None and shown is not None:
+            own, asked = tokenize([text_of(shown, row, tokenizer, teachers.form(form)), text], tokenizer)
+            teachers.check_length(teacher, len(own), len(asked))
+            prompt = dataclasses.replace(prompt, teacher_token_ids=own)
         return Parsed((text, prompt), row.row_id, json.dumps(identity, sort_keys=True), row.unshown)
 
-    def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, own_kwargs: Fields) -> str:
-        messages = (
-            row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
-        )
-        text = render(messages, row.tools, tokenizer, chat.with_values(own_kwargs))
+    def text_of(messages: list[Message], row: ParsedRow, tokenizer: PreTrainedTokenizerBase, form: ChatFormat) -> str:
+        asked = messages if dataset.processor == GYM_PROCESSOR else with_prompts(messages, form, around="last")
+        return render(asked, row.tools, tokenizer, form)
+
+    def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, form: ChatFormat) -> str:
+        text = text_of(row.messages, row, tokenizer, form)
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
         num_tokens = most_tokens(text, tokenizer)
         if limits.reason_against(num_tokens) is not None:
@@ -216,6 +215,23 @@ def prompt_reader(
     parse_row_of = with_processor(dataset.processor, parse)
     drops_repeats = known_dataset(dataset.dataset_name).repeats_rows
     return Reader(key, dataset.source, files, parse_row_of, dataset.repeat, hint, drops_repeats)
+
+
+def environment_of(row: ParsedRow, dataset: DatasetConfig, env: EnvConfig) -> str:
+    """The environment of a row: its own, its agent's, or that of its data set."""
+    if row.env_name is not None:
+        env_name = asked = row.env_name
+    elif row.agent is not None:
+        env_name, asked = route_of(row.agent, env), row.agent
+    else:
+        env_name = asked = dataset.env_name
+    if env_name == NEMO_GYM:
+        raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
+    if env_name is None or not (
+        env_name in environment_names(env) or (env_name == row.agent and is_agent(env_name, env))
+    ):
+        raise NoEnvironment(asked)
+    return env_name
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:

@@ -146,6 +146,29 @@ def _shown(fields: Fields, dataset: DatasetConfig) -> Shown:
     return _question(fields, question_keys, answer_keys(dataset))
 
 
+def teacher_messages(
+    fields: Fields, row: ParsedRow, dataset: DatasetConfig, teacher_prompt: str | None
+) -> list[Message] | None:
+    """The conversation that a row's teacher sees, before prompt files; None: the policy's.
+
+    A text under `teacher_key` takes the place of the last question; in `teacher_prompt`, if there is one.
+    """
+    if (key := dataset.teacher_key) is None:
+        return None
+    value = fields[first_key(fields, (key,), "data.default.teacher_key")]
+    if is_conversation(value):
+        if teacher_prompt is not None:
+            raise RowError(f"{key} is a conversation, and teacher_prompt_file takes a text; set that to null")
+        return _with_system(calls_as_written(messages_of(value, key), row.tools), fields, dataset)
+    hint, messages = checked_text(value, key), list(row.messages)
+    last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
+    if last is None or not isinstance(question := messages[last]["content"], str):
+        raise RowError(f"{key} is a text, which takes the place of a question, and the row has none; give messages")
+    asked = hint if teacher_prompt is None else teacher_prompt.format(question, hint=hint)
+    messages[last] = {**messages[last], "content": asked}
+    return messages
+
+
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     """A row's pair of replies: ranked completions, HelpSteer3's, or a chosen and a rejected reply; RowError: none."""
     pair = _parse_pair_format(fields, dataset)

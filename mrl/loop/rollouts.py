@@ -123,16 +123,16 @@ class RolloutSupplier:
             if problem:
                 raise Stopped from NoSignal(problem)
         if config.teachers:
-            teachers = {rollout.key: group.prompt.teacher for group in step.groups for rollout in group.rollouts}
+            prompts = {rollout.key: group.prompt for group in step.groups for rollout in group.rollouts}
             if missing := [
-                sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in teachers
+                sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in prompts
             ]:
                 raise ValueError(
                     f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known"
                 )
             with step.clock.phase("teacher"):
                 sequences = self.session.with_teacher_outputs(
-                    sequences, [teachers[sequence.rollout.key] for sequence in sequences]
+                    sequences, [prompts[sequence.rollout.key] for sequence in sequences]
                 )
         batches = make_batches(sequences, config)
         if batches and not self.has_told_sharing:

@@ -213,6 +213,15 @@ def check_training(config: RunConfig, problems: Problems) -> None:
         for key in [key for key, weight in weighted.items() if weight is None]:
             rule = "other data sets have a weight, beside which a number of rows is none"
             problems.add(f"{key}.weight", rule, "give a weight to each data set, or to none")
+    for key, dataset in config.data.train_sets.items():
+        asked, template = (
+            key_of(name, config.data.default, dataset, key) for name in ("teacher_key", "teacher_prompt_file")
+        )
+        if dataset.teacher_key is not None and not config.teachers:
+            rule = "it is what a teacher is asked, and there is none"
+            problems.add(asked, rule, "set it to null, or learn from a teacher (docs/algorithms.md)")
+        elif dataset.teacher_prompt_file is not None and dataset.teacher_key is None:
+            problems.add(template, "no text goes into it: teacher_key=null", f"set {asked}, or this to null")
 
 
 def _check_list(key: str, datasets: Sequence[DatasetConfig] | None, problems: Problems) -> None:
@@ -259,7 +268,7 @@ def _check_dataset(
             )
         else:
             problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
-    for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
+    for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key", "teacher_prompt_file"):
         given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)
         if given is not None and dataset.processor == GYM_PROCESSOR:
             rule = f"processor={GYM_PROCESSOR} leaves conversations as the rows give them"

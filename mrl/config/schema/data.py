@@ -123,6 +123,14 @@ class RowsConfig:
     """Text file with `{}` in place of the question; null = the question alone."""
     system_prompt_file: str | None = None
     """Text file with the system message; null = none."""
+    teacher_key: str | None = None
+    """Key of what a teacher is asked in place of the policy's question, in training rows: a list of messages, or a text
+    (a solution, a hint) in place of the last question. null = teachers are asked what the policy is.
+    """
+    teacher_prompt_file: str | None = None
+    """Text file with `{}` in place of the question and `{hint}` in place of the text under `teacher_key`; null = that
+    text, in `prompt_file`.
+    """
 
 
 @dataclass
@@ -155,6 +163,8 @@ class DatasetConfig(RowsConfig):
     env_name: str = follows("data.default.env_name")
     prompt_file: str | None = follows("data.default.prompt_file")
     system_prompt_file: str | None = follows("data.default.system_prompt_file")
+    teacher_key: str | None = follows("data.default.teacher_key")
+    teacher_prompt_file: str | None = follows("data.default.teacher_prompt_file")
     data_path: str | None = None
     """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on
     the Hub.

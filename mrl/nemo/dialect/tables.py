@@ -113,7 +113,11 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
     return keys, values
 
 
-OF_ROWS = {f"data.{each.name}": f"data.default.{each.name}" for each in fields(DataDefaultConfig)}
+OF_ROWS = {
+    f"data.{each.name}": f"data.default.{each.name}"
+    for each in fields(DataDefaultConfig)
+    if not each.name.startswith("teacher_")  # mrl's own
+}
 """Keys of rows where older files have them."""
 RENAMED: Mapping[str, str] = OF_ROWS | _TABLES["renamed"]
 VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new, *_ in _TABLES["values"]}
