@@ -20,6 +20,7 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
+from conversion.files.experts import StackedExperts
 from conversion.files.hf_folder import (
     EMBEDDING,
     REWARD_HEAD,
@@ -34,6 +35,7 @@ from conversion.files.manifest import (
     MANIFEST,
     RUN_CONFIG_FILE,
     TABLE_VERSION,
+    FileRecord,
     TensorRecord,
     check_files,
     check_same_tensors,
@@ -54,7 +56,7 @@ from conversion.files.torch_dist import (
 )
 from conversion.files.torch_dist_writer import MAX_CHUNK_BYTES, files_of_ranks, files_of_size, write_torch_dist
 from conversion.lora_export import CheckpointAdapters, MergedTensors, find_adapters, write_peft
-from conversion.progress import Progress, counter
+from conversion.progress import Progress, Report, counter
 from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 # tensor.
 _STACKED_LAYERS_KEY = "decoder.layers.self_attention.linear_proj.weight"
 
+QUANTISED = "quantization_config"
+"""Key of config.json that says how weights are stored; what this file writes is not."""
 REWARD_HEAD_KEY = "reward_head.weight"
 """The head of reward models and critics in Megatron checkpoints."""
 
@@ -126,6 +130,7 @@ def convert_hf_to_mcore(
                 content_hash(path)
             if _states(hf, [hf / "config.json", *source.files]) != states:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
+            hf_config.pop(QUANTISED, None)
             write_json(iteration / HF_CONFIG_FILE, hf_config)
             write_json(iteration / RUN_CONFIG_FILE, {"model": model.megatron_arguments(hf_config)})
             (folder / "tokenizer").mkdir(exist_ok=True)
@@ -163,13 +168,14 @@ def convert_mcore_to_hf(
     dtypes = _dtypes(source, source.names, dtype, config)
     report = counter(progress, sum(math.prod(source.shape(name)) * dtypes[name].itemsize for name in source.names))
     with built_aside(out, plan) as folder:
-        tensors, files = write_safetensors(
-            folder, source, source.names, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report
+        tensors, files = _write_weights(
+            folder, source, config, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report
         )
         check_same_tensors(root, tensors)
         # transformers 5 writes "dtype", older versions "torch_dtype"; a folder that both have edited has both.
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype or dtype_name(_common_dtype(source, config))
+        config.pop(QUANTISED, None)
         if family(config).leaves_out_mtp:
             config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
         if REWARD_HEAD in source.names:
@@ -180,6 +186,31 @@ def convert_mcore_to_hf(
             copy_companions(opened.paths.tokenizer, folder)
         write_json(folder / "config.json", without_lost_code(config, folder))
         seal(folder, origin, tensors, files)
+
+
+def _write_weights(
+    folder: Path,
+    source: CanonicalTensors | MergedTensors,
+    config: HfConfig,
+    *,
+    max_shard_bytes: int,
+    dtypes: Mapping[str, torch.dtype],
+    progress: Report,
+) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
+    """Writes weights in the family's form; checksums of canonical tensors, and of files."""
+    if not family(config).has_transposed_experts:
+        return write_safetensors(
+            folder, source, source.names, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=progress
+        )
+    stacked = StackedExperts(source, source.names)
+    stored = {name: dtypes[parts[0]] for name, parts in stacked.parts.items()}
+    _, files = write_safetensors(
+        folder, stacked, list(stored), max_shard_bytes=max_shard_bytes, dtypes=stored, progress=progress
+    )
+    return {
+        name: TensorRecord(dtype_name(dtypes[name]), source.shape(name), *content_checksums(source, name, dtypes[name]))
+        for name in source.names
+    }, files
 
 
 def export_adapters(mcore: Path, out: Path) -> None:

@@ -89,9 +89,13 @@ class ColumnParallel(Cut):
 
     tensor: Canonical
     transform: str | None = None
+    unit: int = 1
+    """Rows that stay together."""
 
     def megatron(self, shard: AxisRank) -> Cutout:
-        return _rows((self.tensor, *shard.part(self.tensor.shape[0], f"rows of {self.tensor.name}")))
+        what = f"{'rows' if self.unit == 1 else f'groups of {self.unit} rows'} of {self.tensor.name}"
+        start, stop = shard.part(self.tensor.shape[0] // self.unit, what)
+        return _rows((self.tensor, start * self.unit, stop * self.unit))
 
     def vllm(self, shard: AxisRank) -> Cutout:
         cut = self.megatron(shard)
@@ -110,6 +114,19 @@ class RowParallel(Cut):
         start, stop = shard.part(total, f"columns of {self.tensor.name}")
         shape = (rows, stop - start)
         return Cutout(shape, (Piece(self.tensor.name, ((0, rows), (start, stop)), _full(shape)),))
+
+
+@dataclass(frozen=True)
+class OnFirst(Cut):
+    """A bias after a sum over the ranks: a Megatron rank holds it whole, of vLLM's workers the first; others zeros."""
+
+    tensor: Canonical
+
+    def megatron(self, shard: AxisRank) -> Cutout:
+        return Replicated(self.tensor).megatron(shard)
+
+    def vllm(self, shard: AxisRank) -> Cutout:
+        return self.megatron(shard) if shard.rank == 0 else Cutout(self.tensor.shape, (), (_full(self.tensor.shape),))
 
 
 @dataclass(frozen=True)
@@ -363,7 +380,8 @@ class Experts:
             for index, row in rows
             for names, box, local, transform in parts
         ]
-        return Cutout((len(experts), *cut.shape), tuple(pieces))
+        padding = tuple(row + box for _, row in rows for box in cut.padding)
+        return Cutout((len(experts), *cut.shape), tuple(pieces), padding)
 
 
 def _rows(*parts: tuple[Canonical, int, int]) -> Cutout:

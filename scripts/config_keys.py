@@ -23,6 +23,7 @@ DATA = Path(__file__).resolve().parents[1] / "conversion" / "families" / "config
 CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",

@@ -46,8 +46,10 @@ def nemotron_h(seed: int = 0, **overrides: object) -> NemotronHForCausalLM:
 
 def _sharpen(model: Model) -> Model:
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.ndim >= 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, parameter in model.named_parameters():
+            # A layer's experts have their biases in one matrix.
+            is_matrix = parameter.ndim >= 2 and not name.endswith("_bias")
+            parameter.mul_(3.0) if is_matrix else parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.copy_(torch.randn_like(buffer) * 0.1)

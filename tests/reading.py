@@ -11,14 +11,21 @@ from pathlib import Path
 import torch
 
 from conversion.boxes import Layout, Slot
-from conversion.files.safetensors import fill_layout
-from conversion.tensors import torch_dtype
+from conversion.files.hf_folder import stored_tensors
+from conversion.files.safetensors import SafetensorsFolder, fill_layout
+from conversion.tensors import read_whole, torch_dtype
 
 
 def read_page(text: str) -> dict:
     """The data of a page, as `mrl.ops.view.page.page` took them."""
     encoded = text.partition('id="data">')[2].partition("<")[0]
     return json.loads(gzip.decompress(base64.b64decode(encoded)))
+
+
+def read_canonical(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a Hugging Face folder by canonical names."""
+    with SafetensorsFolder(folder) as source:
+        return {name: read_whole(source, name) for name in stored_tensors(folder)}
 
 
 def read_layout(folder: Path | str, layout: Layout) -> dict[Slot, torch.Tensor]:

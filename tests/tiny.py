@@ -112,6 +112,24 @@ TINY: Mapping[str, Mapping[str, object]] = {
     | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
     "qwen3_5_text": _TINY_DELTA_NETS,
     "qwen3_5_moe_text": _TINY_DELTA_NETS | _TINY_SHARED_EXPERT,
+    "gpt_oss": _TINY_DECODER
+    | dict(
+        rms_norm_eps=1e-5,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=150000.0,
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            original_max_position_embeddings=128,
+            truncate=False,
+        ),
+        # Shorter than the longest sequences of the tests, and no multiple of a block of the cache.
+        sliding_window=12,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+    ),
     "glm4_moe": _TINY_DECODER
     | dict(
         attention_bias=True,

@@ -239,6 +239,8 @@ class Family:
     stated: tuple[tuple[str, object], ...] = ()
     """Keys and values that config.json must state for engines: where they are missing, vLLM takes other values."""
     vllm_reads_stacked_experts: bool = True
+    has_transposed_experts: bool = False
+    """True if files have a layer's experts in one tensor with inputs before outputs, or in MXFP4."""
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
     left_out: str = ""

@@ -101,14 +101,16 @@ class Decoder:
         mlp: int | None = None,
         has_window_switch: bool = False,
         kinds: tuple[str, ...] = ("full_attention",),
+        has_windows: bool = False,
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
         `mlp` is the width of dense layers of a family whose config.json has none.
-        Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of
-        the family has `use_sliding_window`, and drops the window unless that is true. `kinds` may be in `layer_types`.
+        Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class has
+        `use_sliding_window`, and drops the window unless it is true. `has_windows`: the family reads the window itself.
         """
-        check_no_window(hf_config, has_switch=has_window_switch, allowed=kinds)
+        if not has_windows:
+            check_no_window(hf_config, has_switch=has_window_switch, allowed=kinds)
         hidden = positive_integer(hf_config, "hidden_size")
         num_heads = positive_integer(hf_config, "num_attention_heads")
         return cls(

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from dataclasses import replace
 
-from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe, qwen3_5, qwen3_next
+from conversion.families import deepseek_v3, glm4_moe, gpt_oss, nemotron_h, qwen2_moe, qwen3_5, qwen3_next
 from conversion.families.common import Family, Model
 from conversion.families.decoder import (
     COMMON_SUPPORTED,
@@ -88,6 +88,7 @@ def qwen3_moe(hf_config: HfConfig) -> Decoder:
 _FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_5_moe_text": qwen3_5.WITH_EXPERTS,

@@ -10,12 +10,13 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from conversion.boxes import DTYPE_BYTES
+from conversion.families.registry import FAMILIES
 from conversion.files.reading import open_file, read_json
 from conversion.texts import listed
 
@@ -54,10 +55,13 @@ _OTHER_WEIGHTS = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+MXFP4_BLOCK, MXFP4_BYTES = 32, 16
+"""Numbers that share a scale, and the bytes in which they are stored."""
 MAX_DIMENSIONS = 64
 """More than torch has."""
 _EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|up_proj|down_proj)$")
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_TRANSPOSED = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)$")
 _NEMOTRON_H = re.compile(r"model\.(?=embeddings\.|norm_f\.|layers\.\d+\.(mixer|norm)\.)")
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"},
@@ -127,6 +131,7 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
     files = weight_files(hf)
     file_of = None if files == [hf / SINGLE_FILE] else weights_by_file(hf)
     tensors: dict[str, tuple[Path, HeaderTensor]] = {}
+    is_transposed = _has_transposed_experts(hf)
     for path in files:
         try:
             file = open_file(path)
@@ -142,16 +147,26 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
             os.close(file)
         if unlisted := {name for name in found if file_of is not None and hf / str(file_of.get(name)) != path}:
             raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(sorted(unlisted))}")
-        tensors |= {name: (path, tensor) for name, tensor in published(found).items()}
+        tensors |= {name: (path, tensor) for name, tensor in published(found, is_transposed=is_transposed).items()}
     return tensors
 
 
-def published(stored: Mapping[str, HeaderTensor]) -> dict[str, HeaderTensor]:
+def _has_transposed_experts(hf: Path) -> bool:
+    try:
+        found = FAMILIES.get(str(read_config(hf / "config.json").get("model_type")))
+    except ValueError:
+        return False  # other rules say so
+    return found is not None and found.has_transposed_experts
+
+
+def published(stored: Mapping[str, HeaderTensor], *, is_transposed: bool = False) -> dict[str, HeaderTensor]:
     """Tensors by the names of published models, where a file has transformers 5's own (`save_original_format=False`).
 
     A layer's experts, stacked as [experts, rows, columns], become a tensor each at their place in the file; rows of
-    `gate_up_proj` are those of the gate, then as many of the up projection.
+    `gate_up_proj` are those of the gate, then as many of the up projection. `is_transposed`: they are those of gpt-oss.
     """
+    if is_transposed:
+        return dict(part for name, tensor in stored.items() for part in _of_gpt_oss(name, tensor))
     tensors: dict[str, HeaderTensor] = {}
     for stored_name, tensor in stored.items():
         name = _NEMOTRON_H.sub("backbone.", stored_name, count=1)
@@ -168,6 +183,34 @@ def published(stored: Mapping[str, HeaderTensor]) -> dict[str, HeaderTensor]:
             part_name = f"{found[1]}{expert}.{parts[part]}.weight"
             tensors[part_name] = HeaderTensor(tensor.dtype, shape, place, num_bytes, is_stacked=True)
     return tensors
+
+
+def _of_gpt_oss(name: str, tensor: HeaderTensor) -> Iterator[tuple[str, HeaderTensor]]:
+    """A tensor of a file of gpt-oss, or its parts, one for each expert.
+
+    `gate_up_proj` and `down_proj` are [experts, inputs, outputs], or `_blocks` [experts, outputs, blocks, 16] and
+    `_scales` [experts, outputs, blocks] of MXFP4; `_bias` is [experts, outputs].
+    """
+    found = _TRANSPOSED.match(name)
+    dimensions = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+    if not found or 0 in tensor.shape or len(tensor.shape) != dimensions[found[3]]:
+        yield name, tensor
+        return
+    num_experts, *shape = tensor.shape
+    kind = {"": "weight", "_bias": "bias", "_blocks": "weight", "_scales": "scales"}[found[3]]
+    part = HeaderTensor(tensor.dtype, tuple(shape), tensor.offset, tensor.num_bytes // num_experts, is_stacked=True)
+    if not found[3]:
+        part = replace(part, shape=(shape[1], shape[0]), is_transposed=True)
+    elif found[3] == "_blocks":
+        part = replace(part, dtype="BF16", shape=(shape[0], shape[1] * MXFP4_BLOCK), is_mxfp4=True)
+    for index in range(num_experts):
+        place = tensor.offset + index * part.num_bytes
+        yield f"{found[1]}{index}.{found[2]}.{kind}", replace(part, offset=place)
+
+
+def scales_of(weight: str) -> str:
+    """Name of the scales of a weight in MXFP4."""
+    return weight.removesuffix(".weight") + ".scales"
 
 
 def has_reward_head(hf: Path) -> bool:
@@ -235,6 +278,10 @@ class HeaderTensor:
     num_bytes: int
     is_stacked: bool = False
     """True if the file has it in one tensor with the layer's other experts."""
+    is_transposed: bool = False
+    """True if the file has its columns as rows."""
+    is_mxfp4: bool = False
+    """True if the file has blocks of MXFP4, whose scales are another tensor; `dtype` is what they are read in."""
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:

@@ -16,10 +16,12 @@ from conversion.families.settings import HfConfig
 from conversion.files.hf_folder import (
     DTYPES,
     EMBEDDING,
+    MXFP4_BLOCK,
     OUTPUT,
     REWARD_HEAD,
     HeaderTensor,
     read_config,
+    scales_of,
     stored_tensors,
     without_mtp,
 )
@@ -54,8 +56,8 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 
 def is_unused(name: str, config: HfConfig) -> bool:
-    """Tells whether a tensor is a copy of the embedding, frequencies from config.json, or of MTP layers left out."""
-    is_derived = name.endswith(".rotary_emb.inv_freq") or (name == OUTPUT and config.get(TIED) is True)
+    """Tells whether a tensor is a copied embedding, frequencies or scales of others, or of MTP layers left out."""
+    is_derived = name.endswith((".rotary_emb.inv_freq", ".scales")) or (name == OUTPUT and config.get(TIED) is True)
     return is_derived or family(config).is_left_out(config, name)
 
 
@@ -72,6 +74,12 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     if has_output_alone(stored, config):
         used[EMBEDDING] = stored[OUTPUT][1]
     check_tensors(hf, used, shapes)
+    for name in (name for name, tensor in used.items() if tensor.is_mxfp4):
+        rows, columns = used[name].shape
+        if (found := stored.get(scales_of(name))) is None or found[1].shape != (rows, columns // MXFP4_BLOCK):
+            raise ValueError(
+                f"{hf}: {name} is stored in MXFP4 without its scales ({scales_of(name)}); download it again"
+            )
     return shapes
 
 

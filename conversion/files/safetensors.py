@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
+from conversion.files.experts import of_mxfp4
 from conversion.files.hf_folder import (
     DTYPES,
     EMBEDDING,
     INDEX_FILE,
+    MXFP4_BLOCK,
+    MXFP4_BYTES,
     OUTPUT,
     SINGLE_FILE,
     HeaderTensor,
+    scales_of,
     stored_tensors,
     write_json,
 )
@@ -90,7 +94,32 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
                 f"{self._folder}: {name} has shape {found.shape}, but box {box} of it is needed; the weights do "
                 "not fit config.json"
             )
-        read_stored(self._descriptor(path), StoredTensor(path, found.offset, dtype, found.shape), box, target)
+        if found.is_mxfp4:
+            self._read_mxfp4(name, box, target)
+            return
+        shape, file = found.shape, self._descriptor(path)
+        if not found.is_transposed:
+            read_stored(file, StoredTensor(path, found.offset, dtype, shape), box, target)
+            return
+        turned = torch.empty(lengths(box[::-1]), dtype=dtype)
+        read_stored(file, StoredTensor(path, found.offset, dtype, shape[::-1]), box[::-1], turned)
+        target.copy_(turned.t())
+
+    def _read_mxfp4(self, name: str, box: Box, target: Tensor) -> None:
+        """Reads whole blocks of 32 numbers, and of them what lies in the box."""
+        rows, (low, high) = box
+        first, last = low // MXFP4_BLOCK, -(-high // MXFP4_BLOCK)
+        parts = {name: (first * MXFP4_BYTES, last * MXFP4_BYTES), scales_of(name): (first, last)}
+        found = []
+        for part, columns in parts.items():
+            path, stored = self._find(part)
+            width = stored.shape[1] * MXFP4_BYTES // MXFP4_BLOCK if stored.is_mxfp4 else stored.shape[1]
+            held = torch.empty(lengths((rows, columns)), dtype=torch.uint8)
+            tensor = StoredTensor(path, stored.offset, torch.uint8, (stored.shape[0], width))
+            read_stored(self._descriptor(path), tensor, (rows, columns), held)
+            found.append(held)
+        start = first * MXFP4_BLOCK
+        target.copy_(of_mxfp4(*found)[:, low - start : high - start])
 
     def _descriptor(self, path: Path) -> int:
         with self._lock:

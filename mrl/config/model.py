@@ -281,6 +281,8 @@ class ModelSizes:
     max_sequence_length: int = 0
     num_parameters: int = 0
     num_mtp_steps: int = 0
+    window: int = 0
+    """Tokens that every other layer reads, from the first on; its attention has sinks, and experts have biases."""
 
     @property
     def mamba_inner(self) -> int:
@@ -367,6 +369,7 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         max_sequence_length=size("max_sequence_length"),
         num_parameters=sum(math.prod(shape) for shape in found.canonical(hf_config).values()),
         num_mtp_steps=int(str(hf_config.get("num_nextn_predict_layers") or 0)) if found.mtp(hf_config) else 0,
+        window=window[0] + 1 if isinstance(window := given.get("window_size"), tuple) else 0,
     )
 
 
@@ -393,11 +396,8 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
     # them.
     scaling = None if rope["rope_type"] == "default" else rope
     merged |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-    factor, length, longest = (
-        rope.get("factor"),
-        rope.get("original_max_position_embeddings"),
-        merged.get("max_position_embeddings"),
-    )
+    factor, length = rope.get("factor"), rope.get("original_max_position_embeddings")
+    longest = merged.get("max_position_embeddings")
     if rope["rope_type"] == "yarn" and "max_position_embeddings" not in overrides:
         if isinstance(factor, int | float) and isinstance(length, int) and isinstance(longest, int):
             merged["max_position_embeddings"] = max(longest, round(factor * length))

@@ -66,6 +66,8 @@ def part_without_trees(model: ModelSizes) -> str:
     """The kind of layer of a model that computes no trees of prefixes, with the verb; "" for none."""
     if model.mla:
         return "latent attention, which computes"
+    if model.window:
+        return "attention sinks, with which attention computes"
     return "gated delta nets, which compute" if model.has_delta_nets else ""
 
 

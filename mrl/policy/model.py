@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ModelClass = Literal["mamba", "gpt"]
 
-ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu}
+ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu, "quick_gelu": quick_gelu}
 FLAVOUR: Flavour = "te" if specs.HAVE_TE else "local"
 """Kind of layers that `mrl.policy.specs` builds on this host, in the words of the conversion tables."""
 
@@ -130,7 +130,11 @@ def _build_chunk(
             # Megatron marks experts only at EP > 1: without EP, gradients would stay unsummed over tp, and checkpoints
             # would differ.
             parameter.allreduce = False
+            # It marks their biases, too, and would sum those of other experts over the tp group.
+            parameter.sequence_parallel = False
     use_row_dispatchers(chunk, megatron)
+    if config.activation_func is quick_gelu:
+        specs.part_pairs(chunk)
     return chunk
 
 

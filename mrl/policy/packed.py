@@ -119,17 +119,61 @@ def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 
 def packed_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence of a whole row, [T, H, D]."""
+    """Causal attention within each sequence of a whole row, [T, H, D].
+
+    With `window`, a token reads as many tokens, itself among them. `sinks_H`: each head's softmax has one more logit,
+    of which nothing is read.
+    """
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
     for batches in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):
         q, k, v = (t.transpose(1, 2) for t in batches)
         # Padding follows a sequence's tokens, so the causal mask hides it.
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        if sinks_H is None:
+            assert window is None, "the models with windows have sinks"
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            output = _sink_attention(q, k, v, sinks_H, window, scale)
         outputs.append(output.transpose(1, 2))
     return layout.pack(outputs)
+
+
+def _sink_attention(
+    query_NHCD: Tensor, key_NGCD: Tensor, value_NGCD: Tensor, sinks_H: Tensor, window: int | None, scale: float | None
+) -> Tensor:
+    """Causal attention with sinks, block by block, [N, H, C, D]; the backward pass makes scores again."""
+
+    def block(query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, first: int, low: int) -> Tensor:
+        places = first + torch.arange(query.shape[2], device=query.device)[:, None]
+        positions = low + torch.arange(key.shape[2], device=query.device)
+        is_seen = positions <= places
+        if window is not None:
+            is_seen = is_seen & (positions > places - window)
+        bias = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill_(~is_seen, -torch.inf)
+        of_sinks = sinks_H.to(query.dtype)[:, None, None].expand(-1, query.shape[2], 1)
+        # The key of zeros has the score 0, so that its bias is the sink; its value is zero.
+        bias = torch.cat([bias.expand(len(sinks_H), -1, -1), of_sinks], dim=2)
+        key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
+
+    blocks = []
+    for first in range(0, query_NHCD.shape[2], QUERY_BLOCK):
+        query = query_NHCD[:, :, first : first + QUERY_BLOCK]
+        low = 0 if window is None else max(0, first - window + 1)
+        k, v = (t[:, :, low : first + query.shape[2]] for t in (key_NGCD, value_NGCD))
+        found = checkpoint(block, query, k, v, sinks_H, first, low, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(found, Tensor)
+        blocks.append(found)
+    return torch.cat(blocks, dim=2)
 
 
 def zigzag_attention(

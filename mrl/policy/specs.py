@@ -32,6 +32,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -40,6 +41,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -229,7 +231,14 @@ class PackedCoreAttention(MegatronModule):
         super().__init__(config)
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.softmax_scale = softmax_scale
-        self.cp_group = pg_collection.cp
+        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq or 1, layer_number)
+        self.window = config.window_size[0] + 1 if is_windowed and config.window_size is not None else None
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -249,11 +258,61 @@ class PackedCoreAttention(MegatronModule):
             return tree_attention(query, key, value, packed_seq_params.nodes, scale=self.softmax_scale)
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:
-            return packed_attention(query, key, value, cu_seqlens, scale=self.softmax_scale)
+            return packed_attention(
+                query,
+                key,
+                value,
+                cu_seqlens,
+                scale=self.softmax_scale,
+                window=self.window,
+                sinks_H=self.softmax_offset,
+            )
+        assert self.softmax_offset is None, "config rules refuse it"
         # Keys and values that heads share are small against the queries; the backward pass sums their gradients over
         # the ranks.
         keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        """Checkpoint entries of the sinks, which are cut as heads are."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+def part_pairs(chunk: nn.Module) -> None:
+    """Makes experts' first linear layers, where gates and ups alternate, give all gates before all ups.
+
+    Megatron's activations cut their input in two. Weights stay as files and engines have them.
+    """
+
+    def part(values_TF: Tensor) -> Tensor:
+        return torch.cat([values_TF[..., ::2], values_TF[..., 1::2]], dim=-1)
+
+    def give(module: nn.Module, inputs: object, result: tuple[Tensor, Tensor | list[Tensor]]) -> object:
+        output, bias = result
+        return part(output), part(bias) if isinstance(bias, Tensor) else [part(one) for one in bias]
+
+    def copy(module: nn.Module, inputs: object, result: tuple[Tensor, Tensor]) -> object:
+        # Megatron's local experts add their bias in place, which autograd forbids of what its linear layer returns.
+        output, bias = result
+        return output.clone(), bias
+
+    for name, module in chunk.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc1"):
+            module.register_forward_hook(give)
+        elif ".local_experts." in name and name.endswith(".linear_fc2"):
+            module.register_forward_hook(copy)
 
 
 class FullRankAttention(MLASelfAttention):

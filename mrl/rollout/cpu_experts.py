@@ -35,18 +35,22 @@ def _pad_rows(x: Tensor) -> Tensor:
 def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
     if activation == MoEActivation.RELU2_NO_MUL:
         return F.relu(x).square_()
+    if activation == MoEActivation.SWIGLUOAI:
+        # Their columns alternate; vLLM has these numbers in its code, too.
+        gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+        return (gate * torch.sigmoid(gate * 1.702)).mul_(up + 1)
     assert activation == MoEActivation.SILU, "vLLM asks `_supports_activation` before"
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 class PlainExperts(CPUUnquantizedExperts):
-    """Experts in plain torch on weights as loaded: gated silu and non-gated relu^2, a padded row group per expert."""
+    """Experts in plain torch on weights as loaded: a padded row group per expert."""
 
     isa = "torch"
     output_alignment = 1
     reduction_alignment = 1
-    ACTIVATIONS = (MoEActivation.SILU, MoEActivation.RELU2_NO_MUL)
+    ACTIVATIONS = (MoEActivation.SILU, MoEActivation.RELU2_NO_MUL, MoEActivation.SWIGLUOAI)
 
     @staticmethod
     def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]  # passed through
@@ -87,7 +91,7 @@ class PlainExperts(CPUUnquantizedExperts):
         output.copy_(
             mixture(
                 hidden_states, first, second, topk_weights, topk_ids, activation, expert_map,
-                weighs_inputs=apply_router_weight_on_input, read=read,
+                weighs_inputs=apply_router_weight_on_input, read=read, biases=(self.w1_bias, self.w2_bias),
             )
         )  # fmt: skip
 
@@ -107,8 +111,10 @@ def mixture(
     *,
     weighs_inputs: bool,
     read: Read,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Weighted sum of each token's experts, float32; `read` is how the products read their inputs."""
+    first_biases, second_biases = ([None] * len(w1) if bias is None else bias for bias in biases)
     expert_ids = (topk_ids if expert_map is None else expert_map[topk_ids.long()]).reshape(-1)
     # Experts that live on other ranks have id -1, so their choices are sorted to the front.
     num_elsewhere, *counts = torch.bincount(expert_ids + 1, minlength=len(w1) + 1).tolist()
@@ -120,8 +126,11 @@ def mixture(
     sizes = [len(chosen) for chosen in padded]
     # Experts at once where there is no matrix product: each call costs as much as the few rows of an expert.
     inputs = read(hidden_states)[torch.cat(padded)].split(sizes)
-    inner = torch.cat([F.linear(rows, weight) for rows, weight in zip(inputs, w1, strict=True)])
+    inner = torch.cat([F.linear(*expert) for expert in zip(inputs, w1, first_biases, strict=True)])
     hidden = read(_activate(activation, inner)).split(sizes)
-    results = [F.linear(rows, weight)[:count] for rows, weight, count in zip(hidden, w2, counts, strict=True)]
+    results = [
+        F.linear(rows, weight, bias)[:count]
+        for rows, weight, bias, count in zip(hidden, w2, second_biases, counts, strict=True)
+    ]
     scaled = torch.cat(results).float().mul_(weights)
     return torch.zeros(hidden_states.shape, dtype=torch.float32).index_add_(0, tokens, scaled)

@@ -181,9 +181,23 @@ def _qwen3_next(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
+def _gpt_oss(choose: random.Random, num_layers: int) -> dict[str, object]:
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64)
+    return _decoder(choose, num_layers) | dict(
+        num_local_experts=choose.choice([4, 8]),
+        num_experts_per_tok=2,
+        intermediate_size=choose.choice([4, 8]),
+        rms_norm_eps=1e-5,
+        rope_parameters=rope,
+        sliding_window=choose.choice([4, 8]),
+        tie_word_embeddings=False,
+    )
+
+
 MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "llama": _decoder,
     "mixtral": _mixtral,
     "nemotron_h": _nemotron_h,

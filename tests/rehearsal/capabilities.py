@@ -53,6 +53,7 @@ TINY = (
     "mixtral",
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "qwen2_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",

@@ -27,6 +27,7 @@ from tests.rehearsal.gpu_host import Rank, as_rank
 CASES: dict[str, dict[str, object]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
+    "gpt_oss": {},
     "llama": {},
     "mixtral": {},
     "nemotron_h": dict(moe_latent_size=32),
@@ -39,7 +40,7 @@ CASES: dict[str, dict[str, object]] = {
     "qwen3_next": {},
 }
 """Changes, by model_type, of tests.models.TINY."""
-WITHOUT_TREES = ("deepseek_v3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+WITHOUT_TREES = ("deepseek_v3", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 FUSED = tuple(
     f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing")
 )

@@ -25,6 +25,7 @@ TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3, queries of full rank": ("deepseek_v3", dict(q_lora_rank=None)),
     "glm4_moe": ("glm4_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {}),
     "nemotron_h": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8)),
@@ -48,7 +49,16 @@ BF16 = (
     "policy.megatron_cfg.optimizer.bf16=true",
     "policy.megatron_cfg.optimizer.params_dtype=bfloat16",
 )
-WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
+WITH_EXPERTS = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ BYTE_MODULES = {
     *(f"conversion.{name}" for name in "convert lora_export peft_check tensors".split()),
     *(
         f"conversion.files.{name}"
-        for name in "checkpoint_metadata crc32 safetensors torch_dist torch_dist_writer".split()
+        for name in "checkpoint_metadata crc32 experts safetensors torch_dist torch_dist_writer".split()
     ),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.

@@ -215,6 +215,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "recomputing": training.check_recomputing,
     "latent attention": training.check_latent_attention,
     "gated delta nets": training.check_delta_nets,
+    "attention sinks": training.check_sinks,
     "routing": training.check_routing,
     "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,

@@ -46,8 +46,9 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     generation = config.policy.generation
     if not (config.has_engines and generation.vllm_cfg.is_fp8):
         return
-    if model.has_delta_nets:
-        rule = "sampling from gated delta nets in FP8 is not built"
+    if model.has_delta_nets or model.window:
+        part = "gated delta nets" if model.has_delta_nets else "models with attention sinks"
+        rule = f"sampling from {part} in FP8 is not built"
         problems.add(f"{_ENGINE}.precision", rule, "set it to bfloat16")
     form, key = form_of(generation, model), f"{_ENGINE}.is_mx" if generation.vllm_cfg.is_mx else _FORM
     if form not in ("fp8_per_block", MX):
@@ -79,6 +80,7 @@ def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> 
             "only Transformer Engine computes in FP8, on GPUs, and cluster.gpus_per_node=0": not has_gpus,
             "training hybrid models with Mamba layers in FP8 is not built": model.model_class == "mamba",
             "training models with gated delta nets in FP8 is not built": model.has_delta_nets,
+            "training models with attention sinks in FP8 is not built": bool(model.window),
             f"{problems.at}precision={precision} has no products in FP8": precision != "bfloat16",
         },
         "fp8_recipe": {

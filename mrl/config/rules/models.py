@@ -106,16 +106,22 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
                 problems.tell("policy.model_name", folder, rule, way_out)
         stored = stored_tensors(folder)
         is_stacked = any(tensor.is_stacked for _, tensor in stored.values())
-        for is_unread, form in (
-            (has_output_alone(stored, hf_config), f"its tied embedding is stored as {OUTPUT} alone"),
+        for is_unread, rule in (
+            (
+                has_output_alone(stored, hf_config),
+                f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read",
+            ),
             (
                 is_stacked and not family(hf_config).vllm_reads_stacked_experts,
-                "all experts of a layer are stored as one tensor (save_original_format=False)",
+                "a layer's experts are stored as one tensor (save_original_format=False), which vLLM does not read",
+            ),
+            (
+                any(tensor.is_mxfp4 for _, tensor in stored.values()),
+                "its experts are stored in MXFP4, in which engines would keep them, and refits write plain numbers",
             ),
         ):
             if not is_unread:
                 continue
-            rule = f"{form}, which vLLM does not read"
             way_out = (
                 "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and "
                 "name the new folder"

@@ -51,6 +51,43 @@ def check_delta_nets(config: RunConfig, model: ModelSizes, problems: Problems) -
         problems.add(f"{at}.context_parallel_size", rule, "set it to 1")
 
 
+def check_sinks(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """Checks that layers with attention sinks, and experts with biases, are cut and trained in ways that are built."""
+    if not model.window:
+        return
+    tp = config.policy.generation.vllm_cfg.tensor_parallel_size
+    ep = config.policy.generation.vllm_cfg.expert_parallel_size
+    if config.has_engines and model.experts % ep:
+        rule = f"with sinks vLLM gives each worker equally many experts, and the model has {model.experts}"
+        problems.add("policy.generation.vllm_cfg.expert_parallel_size", rule, "use a divisor")
+    if config.has_engines and tp > model.kv_heads:
+        rule = f"with sinks vLLM gives each worker key-value heads of its own, and the model has {model.kv_heads}"
+        problems.add("policy.generation.vllm_cfg.tensor_parallel_size", rule, f"use at most {model.kv_heads}")
+    megatron, at = problems.section.megatron_cfg, f"{problems.at}megatron_cfg"
+    for key, is_wrong, rule, way_out in (
+        (
+            "context_parallel_size",
+            megatron.context_parallel_size > 1,
+            "attention with sinks and windows over several ranks is not built",
+            "set it to 1",
+        ),
+        (
+            "expert_tensor_parallel_size",
+            megatron.expert_tensor_parallel_size > 1,
+            "the model's experts have biases, which Megatron adds on every rank that has a part of one",
+            "set it to 1",
+        ),
+        (
+            "peft.enabled",
+            megatron.peft.enabled,
+            "adapters of models with attention sinks are not built",
+            "set it to false",
+        ),
+    ):
+        if is_wrong:
+            problems.add(f"{at}.{key}", rule, way_out)
+
+
 def check_prefixes(config: RunConfig, problems: Problems) -> None:
     """Checks that rows may be trees, which compute shared prefixes once."""
     if config.policy.share_prefixes is not True:

@@ -80,11 +80,12 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         return [Finding("model", "problem", text)]
     problems: list[str] = []
     stored: dict[str, HeaderTensor] = {}
+    is_transposed = family(hf_config).has_transposed_experts
     for path in files:
         try:
             file = open_file(path)
             try:
-                found = published(read_header(file, path))
+                found = published(read_header(file, path), is_transposed=is_transposed)
                 stored |= {name: tensor for name, tensor in found.items() if not is_unused(name, hf_config)}
             finally:
                 os.close(file)

@@ -20,6 +20,7 @@ from mrl.config.schema.megatron import OptimizerConfig, SchedulerConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.data.packing import PackedRow, pack_routes, padded_length
 from tests import routes
+from tests.reading import read_canonical
 from tests.stack.ranks import Rank
 
 
@@ -300,7 +301,8 @@ def _vocab_size(folder: Path) -> int:
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
     """Weights, and the factors of adapters where a test wrote some."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return stored | read_canonical(folder)
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests import models
+from tests.reading import read_canonical
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
 
@@ -104,9 +104,10 @@ def transformers_gradients(
         parameter.data = parameter.grad
     # Files name tensors canonically, with experts apart that are stacked in memory.
     model.save_pretrained(scratch)
-    tensors = load_file(scratch / "model.safetensors")
     return loss.item(), {
-        name: tensor.numpy() for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")
+        name: tensor.numpy()
+        for name, tensor in read_canonical(scratch).items()
+        if not name.endswith("e_score_correction_bias")
     }
 
 

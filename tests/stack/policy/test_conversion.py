@@ -25,7 +25,7 @@ from tests.waiting import HANG_S
 LONG = pytest.mark.long("conversion")
 LAYOUTS = ["tp2 sp dp2 ep2", "pp2 dp2 ep2"]
 DENSE = ("llama", "qwen2", "qwen3", "qwen3_5_text")
-MOE = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
+MOE = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 CASES = [
     *(("nemotron_h", layout) for layout in LAYOUTS),
     *((model_type, "tp2 sp pp2") for model_type in DENSE),

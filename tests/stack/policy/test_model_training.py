@@ -13,7 +13,7 @@ from tests import models
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
 
-MOE = ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
+MOE = ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss")
 NUM_STEPS = 3
 # Rows of even length for sequence parallelism, an even number of them for data parallelism.
 ROWS = [[list(range(first, first + length)) for length in (40, 7, 13)] for first in (0, 60, 120, 180)]

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("mixtral", TWO_LAYERS | dict(num_local_experts=10)),
     "qwen2_moe": ("qwen2_moe", TWO_LAYERS | dict(hidden_size=256, num_experts=10, mlp_only_layers=[])),
     "glm4_moe": ("glm4_moe", TWO_LAYERS | dict(n_routed_experts=10)),
+    "gpt_oss": ("gpt_oss", LATENT | dict(num_hidden_layers=2, num_local_experts=16)),
     "deepseek_v3": ("deepseek_v3", LATENT | dict(num_hidden_layers=2)),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", TWO_LAYERS | DELTA_NETS | dict(num_experts=10)),
     "qwen3_5_text": ("qwen3_5_text", TWO_LAYERS | DELTA_NETS),
@@ -62,6 +63,7 @@ MORE_LAYERS: dict[str, dict[str, object]] = {
 WITH_EXPERTS = (
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "mixtral",
     "nemotron_h",
     "qwen2_moe",

@@ -38,7 +38,7 @@ WIDE: dict[str, dict[str, object]] = {
 }
 
 
-REFUSED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+REFUSED = ("gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """`check_blocks` refuses FP8 in engines of these families."""
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from conversion.boxes import Layout, Slot
@@ -19,7 +18,7 @@ from mrl.config.schema.generation import Precision
 from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.inputs import RefitInputs, WorkerRefit
-from tests.reading import read_layout
+from tests.reading import read_canonical, read_layout
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -99,4 +98,4 @@ def expected_tensors(
     """Tensors that an engine worker must hold, built directly from the checkpoint by the table."""
     from tests.stack.refit.children import fill
 
-    return fill(vllm_layout(folder, parallel, worker, precision, live), load_file(folder / "model.safetensors"))
+    return fill(vllm_layout(folder, parallel, worker, precision, live), read_canonical(folder))

@@ -21,6 +21,7 @@ from conversion.families.registry import FAMILIES, family
 from conversion.files.manifest import check_files, read_manifest
 from conversion.files.reading import file_state
 from conversion.files.torch_dist_writer import files_of_ranks
+from tests.reading import read_canonical
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 # Files that each layout gives: its ranks with different coordinates.
@@ -49,7 +50,7 @@ def test_there_and_back_no_bit_changes_and_cuts_change_no_checksum(folders, tmp_
         # Reads every tensor, whose checksum is that of the way back.
         assert list(faults_against_manifest(tmp_path / cut)) == [], cut
     convert_mcore_to_hf(tmp_path / cut, tmp_path / "back")
-    before, after = load_file(hf / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    before, after = read_canonical(hf), read_canonical(tmp_path / "back")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name

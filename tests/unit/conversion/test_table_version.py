@@ -90,6 +90,13 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
             **{"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
         )
     ],
+    "gpt_oss": [
+        _with(
+            _DECODER,
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "rms_norm_eps": 1e-5},
+            rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64),
+        )
+    ],
     "llama": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
     "mixtral": [_with(_DECODER, num_local_experts=4, num_experts_per_tok=2)],
     "nemotron_h": [HYBRID, _with(HYBRID, moe_latent_size=4)],
@@ -120,6 +127,7 @@ DIGESTS: Mapping[int, Mapping[str, str]] = {
     1: {
         "deepseek_v3": "2288fc0c2720d46c",
         "glm4_moe": "3090b836bd78befa",
+        "gpt_oss": "40a41070f6d52b72",
         "llama": "10b294a1b8cb967f",
         "mixtral": "1c0723f15668b0a4",
         "nemotron_h": "d1b4ee38301e7ffb",
