@@ -181,6 +181,14 @@ def _qwen3_next(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
+def _qwen3_5(choose: random.Random, num_layers: int) -> dict[str, object]:
+    drawn = _qwen3_next(choose, num_layers)
+    kept = ("linear_", "layer_types", "tie_word")
+    return _decoder(choose, num_layers) | {
+        key: value for key, value in drawn.items() if key.startswith(kept) or key == "num_key_value_heads"
+    }
+
+
 def _gpt_oss(choose: random.Random, num_layers: int) -> dict[str, object]:
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64)
     return _decoder(choose, num_layers) | dict(
@@ -206,7 +214,7 @@ MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
     "qwen3": _decoder,
     "qwen3_moe": _qwen3_moe,
     "qwen3_5_moe_text": _qwen3_next,
-    "qwen3_5_text": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
     "qwen3_next": _qwen3_next,
 }
 """A random config.json, but model_type and num_hidden_layers, by model_type."""
