@@ -183,7 +183,7 @@ data.train=[{data_path: prepared, split_validation_size: -1}] => data.train.data
 data.train.weight=0 -> out of range
 data.train=[{data_path: prepared, weight: 2}, {data_path: prepared}] => data.train.datasets[1].weight=null -> to each data set, or to none
 data.default.teacher_key=hint -> it is what a teacher is asked, and there is none
-data.default.teacher_prompt_file=README.md -> set data.default.teacher_key, or this to null
+data.default.teacher_prompt_file=README.md -> set data.default.teacher_key, or this to null -> ...
 data.train=[{data_path: prepared, env_name: x}] => data.train.datasets[0].env_name=x -> no such environment
 # algorithms
 policy.train_global_batch_size=256 & loss_fn.force_on_policy_ratio=true -> it is right for one update per step
