@@ -12,6 +12,7 @@ from pathlib import Path
 
 from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, write_atomic
 from conversion.files.limits import within
+from mrl.config.texts import counted
 from mrl.store.checkpoints import DAMAGED
 from mrl.store.run_files import parse_row
 
@@ -19,25 +20,46 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: a JSON object a step, flushed at once. After an error the next call also writes failed lines."""
+    """`metrics.jsonl`: a JSON object a step, written at once. Lines that find no room wait in memory for the next."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = within(WRITE_TIMEOUT_S, f"open of {path}", lambda: path.open("a", encoding="utf-8"))
+        # A buffer of Python's would forget lines beyond its 8 KiB.
+        self._file = within(WRITE_TIMEOUT_S, f"open of {path}", lambda: path.open("ab", buffering=0))
+        self._waiting = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes `{"step": step, ...}`; a value that is not finite becomes null. TimeoutError: no answer."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **finite}) + "\n"
-
-        def write() -> None:
-            self._file.write(line)
-            self._file.flush()
-
-        within(WRITE_TIMEOUT_S, f"write of {self._path}", write)
+        had_room = not self._waiting
+        self._waiting += (json.dumps({"step": step, **finite}) + "\n").encode()
+        try:
+            within(WRITE_TIMEOUT_S, f"write of {self._path}", self._write)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            if had_room:
+                logger.warning(
+                    "%s cannot be written: %s. The run goes on; the lines wait in memory until it can",
+                    self._path,
+                    error,
+                )
 
     def close(self) -> None:
-        within(WRITE_TIMEOUT_S, f"write of {self._path}", self._file.close)
+        """Writes the lines that wait. OSError: there is no room yet, and they are lost. TimeoutError: no answer."""
+        try:
+            within(WRITE_TIMEOUT_S, f"write of {self._path}", self._write)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            num_lines = self._waiting.count(b"\n")
+            raise OSError(error.errno, f"{error.strerror}; its last {counted(num_lines, 'line')} are lost") from error
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[os.write(self._file.fileno(), self._waiting) :]
 
 
 def drop_later_steps(path: Path, step: int) -> set[int]:

@@ -47,16 +47,17 @@ def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
     script.write_text(
         "import resource, signal, sys; from pathlib import Path; from mrl.store.lines import JsonlLogger\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "sink = JsonlLogger(Path(sys.argv[1])); sink.log({'a': 1.0}, 1)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))\n"
-        "for step in (2, 3):\n"
-        "    try: sink.log({'a': float(step)}, step)\n"
-        "    except OSError: print('full')\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
-        "sink.log({'a': 4.0}, 4)\n"
+        "limits = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
+        "sink = JsonlLogger(Path(sys.argv[1])); sink.log({'a': 1.0}, 1); limits(5000)\n"
+        "for step in range(2, 21): sink.log({f'metric/{i}': float(step) for i in range(200)}, step)\n"
+        "if len(sys.argv) == 2: limits(resource.RLIM_INFINITY); sink.log({'a': 21.0}, 21)\n"
+        "sink.close()\n"
     )
-    ended = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True, timeout=HANG_S)
-    assert ended.stdout == "full\nfull\n", ended.stderr
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": step, "a": float(step)} for step in (1, 2, 3, 4)
-    ]
+    command = [sys.executable, str(script), str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert ended.returncode == 0 and ended.stderr.count("wait in memory") == 1, ended.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 22)) and rows[19]["metric/199"] == 20.0
+    path.unlink()
+    ended = subprocess.run([*command, "still full"], capture_output=True, text=True, timeout=HANG_S)
+    assert "File too large; its last 18 lines are lost" in ended.stderr
