@@ -88,11 +88,17 @@ def become_cuda() -> Callable[[str], None]:
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
     from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe, trtllm_bf16_moe
     from vllm.model_executor.layers.fused_moe.runner import shared_experts
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
+    from mrl.rollout.cpu_vision import inspect_text_model, load_text_model
+
+    # GPU hosts have torchvision.
+    for name, wrap in (("load_model_cls", load_text_model), ("inspect_model_cls", inspect_text_model)):
+        setattr(_LazyRegisteredModel, name, wrap(getattr(_LazyRegisteredModel, name)))
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     from vllm.platforms.cuda import CudaPlatformBase
 
