@@ -30,7 +30,12 @@ for module in model.modules():
             float("inf"),
         )  # transformers alone clamps dt from below; Megatron and vLLM do not
 rows = [json.loads(line) for line in open(options.data, encoding="utf-8")]
-for row in rows:
+for number, row in enumerate(rows, start=1):
+    if lacking := {"question", "answer"} - row.keys():
+        parser.error(
+            f"{options.data}:{number} has no {' and no '.join(sorted(lacking))}. This script reads questions and "
+            "answers; `python -m mrl.evaluate RUN_FOLDER` reads the run's own columns, and judges by its rewards"
+        )
     turns = [{"role": "user", "content": row["question"]}]
     row["ids"] = tokenizer(
         tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), add_special_tokens=False

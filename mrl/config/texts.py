@@ -34,6 +34,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def step_span(first: int, last: int) -> str:
+    """Steps from `first` to `last`: `step 3`, `steps 3 to 5`."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def rounded(value: float) -> str:
     """A number for people, in three digits or as a whole one: `8` for 7.99999, `0.25`, `86400`."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar
 
 from mrl import spans
 from mrl.config.schema.env import BUILT_IN
-from mrl.config.texts import rollout_name, safe_text
+from mrl.config.texts import rollout_name, rounded, safe_text
 from mrl.envs import own
 from mrl.envs.child_process import MEMORY_BYTES, START_TIMEOUT_S, Child, ChildDied
 from mrl.envs.confine import landlock_abi
@@ -231,7 +231,7 @@ class RewardPool:
         try:
             return _verdict(self.environment, task, await _within(timeout_s, child.ask(message)))
         except TimeoutError:
-            status, reason = "timeout", "deadline"
+            status, reason = "timeout", f"no verdict within {rounded(timeout_s)} s (its timeout_s)"
             is_guilty |= child.cpu_s() - cpu_s_before >= GUILTY_CPU_SHARE * timeout_s
         except ChildDied as error:
             status, reason = "crash", str(error)

@@ -14,6 +14,7 @@ from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
 from conversion.files.manifest import WRITTEN, read_written
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import step_span
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.shortage import is_shortage
 from mrl.store.checkpoints import Checkpoint
@@ -74,8 +75,10 @@ class CheckpointSaver:
                 filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), ""
             )
             if not damage:
+                first, last = checkpoint.step + 1, max(self._folder.ledger.state.trained, default=0)
                 self._folder.resume_from(checkpoint)
-                logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, last_step)
+                again = f"; trained after it and made again: {step_span(first, last)}" if last >= first else ""
+                logger.info("Resuming from %s (step %d of %d)%s", checkpoint.folder, checkpoint.step, last_step, again)
                 with self._session.loading():
                     for model, group in self._session.trained_models.items():
                         group.call(PolicyVerbs.load_checkpoint, checkpoint.weights_of(model), deadline_s=deadline_s)

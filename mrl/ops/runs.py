@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from conversion.files.reading import parse_json, read_file
-from mrl.config.texts import aligned
+from mrl.config.texts import aligned, step_span
 from mrl.exit_codes import CODES
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
@@ -218,10 +218,9 @@ def rolled_back(ledger: Path) -> Iterator[str]:
             event = parse_json(line)
             assert isinstance(event, dict)
             if event["event"] == "rolled_back":
-                yield (
-                    f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: "
-                    f"{len(state.taken)}"
-                )
+                kept, last = int(event["to_step"]), len(state.trained)
+                steps = f"made again: {step_span(kept + 1, last)}; " if last > kept else ""
+                yield f"to step {kept}; {steps}prompts asked again: {len(state.taken)}"
             apply_event(state, event)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
             yield "the ledger is damaged from here on"

@@ -97,7 +97,7 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "learning rate 0.002" in [" ".join(line.split()) for line in lines]
     second = next(index for index, line in enumerate(lines) if line.startswith("attempt 2: started "))
     assert lines[second + 1] == "  policy.megatron_cfg.optimizer.lr: 0.001 -> 0.002"
-    assert "rolled back: to step 2 after step 3 was trained; prompts asked again: 2" in lines
+    assert "rolled back: to step 2; made again: step 3; prompts asked again: 2" in lines
     assert lines[-1] == "checkpoints: none"
 
 
