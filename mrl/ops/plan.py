@@ -28,6 +28,7 @@ from mrl.plan.plan import (
     describe,
     describe_candidates,
     make_plan,
+    mean_tokens_of,
     nearest,
     problems_of,
     search_layouts,
@@ -73,6 +74,7 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     config, _, problems = read_run(find_config(name), overrides, secrets=secrets)
     if config is None or problems:
         raise ConfigError(problems)
+    mean_tokens_of(config, options.mean_tokens)  # before the seconds that a plan takes
     if not config.cluster.gpus_per_node:
         raise ValueError(
             "cluster.gpus_per_node=0: a run without GPUs shares the host's memory; set it to the GPUs of a node to "

@@ -11,6 +11,7 @@ from mrl.config.errors import Problem
 from mrl.config.model import model_folder, with_value
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import rounded
 from mrl.phases import Phase
 from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, read_model
@@ -68,8 +69,18 @@ class Plan:
 
 
 def mean_tokens_of(config: RunConfig, given: float | None) -> float:
-    """Assumed tokens of a rollout with its prompt: half of the longest unless the user gives a number."""
-    return given or config.policy.max_total_sequence_length / 2
+    """Assumed tokens of a rollout with its prompt: half of the longest unless the user gives a number.
+
+    Raises:
+        ValueError: no rollout of this config has as many tokens.
+    """
+    longest = config.policy.max_total_sequence_length
+    if given is not None and not 1 <= given <= longest:
+        raise ValueError(
+            f"--mean-tokens={rounded(given)}: a rollout with its prompt has 1 to {longest} tokens "
+            f"(policy.max_total_sequence_length={longest}); give a number within, or raise that key"
+        )
+    return longest / 2 if given is None else given
 
 
 def with_config_json(config: RunConfig) -> RunConfig:
