@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt_oss (gpt-oss-20b, gpt-oss-120b): attention sinks, windows in every other layer, experts with biases.
 
-The file has a layer's experts in one tensor, inputs first, or in MXFP4 (`conversion.files.stacked_experts` reads both);
+The file has a layer's experts in one tensor, inputs first, or in MXFP4 (`conversion.files.experts` reads both);
 here each is a tensor of its own, outputs first. Rows of gate and up projection alternate in every holder.
 """
 

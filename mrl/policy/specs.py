@@ -299,9 +299,10 @@ def part_pairs(chunk: nn.Module) -> None:
     def part(values_TF: Tensor) -> Tensor:
         return torch.cat([values_TF[..., ::2], values_TF[..., 1::2]], dim=-1)
 
-    def give(module: nn.Module, inputs: object, result: tuple[Tensor, Tensor | list[Tensor]]) -> object:
+    def give(module: nn.Module, inputs: object, result: tuple[Tensor, Tensor | None]) -> object:
+        # Grouped layers of Transformer Engine have added their biases, and return none.
         output, bias = result
-        return part(output), part(bias) if isinstance(bias, Tensor) else [part(one) for one in bias]
+        return part(output), None if bias is None else part(bias)
 
     def copy(module: nn.Module, inputs: object, result: tuple[Tensor, Tensor]) -> object:
         # Megatron's local experts add their bias in place, which autograd forbids of what its linear layer returns.

@@ -86,17 +86,25 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         factor = 1 + weight if module.zero_centered_gamma else weight
         return F.rms_norm(inp, inp.shape[-1:], factor, cast(float, module.eps))
 
-    def linear(given: SimpleNamespace) -> Tensor:
+    def linear(given: SimpleNamespace) -> Tensor | tuple[Tensor, Tensor]:
+        if given.self.return_bias:
+            return F.linear(given.inp, given.self.weight), given.self.bias
         return F.linear(given.inp, given.self.weight, given.self.bias if given.self.use_bias else None)
 
-    def norm_linear(given: SimpleNamespace) -> Tensor:
+    def norm_linear(given: SimpleNamespace) -> Tensor | tuple[Tensor, Tensor]:
         assert given.self.normalization == "RMSNorm"
         given.inp = norm_of(given.self, given.inp, given.self.layer_norm_weight)
         return linear(given)
 
-    def grouped_linear(given: SimpleNamespace) -> Tensor:
-        parts = given.inp.split(list(map(int, given.m_splits)))
-        return torch.cat([F.linear(part, getattr(given.self, f"weight{index}")) for index, part in enumerate(parts)])
+    def grouped_linear(given: SimpleNamespace) -> Tensor | tuple[Tensor, list[Tensor]]:
+        module, parts = given.self, given.inp.split(list(map(int, given.m_splits)))
+        weights, biases = (
+            [getattr(module, f"{kind}{index}") if has else None for index in range(len(parts))]
+            for kind, has in (("weight", True), ("bias", module.use_bias))
+        )
+        if module.return_bias:
+            return torch.cat([*map(F.linear, parts, weights)]), biases
+        return torch.cat([*map(F.linear, parts, weights, biases)])
 
     def attention(given: SimpleNamespace) -> Tensor:
         assert given.qkv_format == "thd"
@@ -107,7 +115,15 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         if given.attn_mask_type == "padding_causal_bottom_right":
             return bottom_right(query, key, value, given.cu_seqlens_q, given.cu_seqlens_kv, given.self.softmax_scale)
         assert given.attn_mask_type == "padding_causal"
-        return packed_attention(query, key, value, given.cu_seqlens_q, scale=given.self.softmax_scale).flatten(1)
+        (before, after), sinks_H = given.self.window_size, given.self.softmax_offset
+        assert after == 0
+        found = packed_attention(
+            *(query, key, value, given.cu_seqlens_q),
+            scale=given.self.softmax_scale,
+            window=None if before < 0 else before + 1,
+            sinks_H=sinks_H,
+        )
+        return found.flatten(1)
 
     def rotary(given: SimpleNamespace) -> Tensor:
         assert given.tensor_format == "thd" and given.fused and (given.cp_size, given.cp_rank) == (1, 0)
