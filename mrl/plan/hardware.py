@@ -49,8 +49,8 @@ GPUS = {
 
 
 def full_name(given: str) -> str:
-    """The name of the one GPU that begins with this word, as h100; `given` itself where none or several do."""
-    found = [name for name in GPUS if name.partition("-")[0] == given.lower()]
+    """The name of the one GPU that begins so, as h1 or h100; `given` itself where none or several do."""
+    found = [name for name in GPUS if name.startswith(given.lower())]
     return found[0] if len(found) == 1 else given
 
 
