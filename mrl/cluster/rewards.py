@@ -322,6 +322,7 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
         for name, (verdict, _) in ended.items():
             way_out = ". `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in seconds"
             self._traces.log(name, verdict, self.log_file(index), way_out=way_out)
+            self._traces.log_reason(name, verdict)
         if ended or continued or load.num_begun:
             self.news.tell(VERDICTS)
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracebacks of the user's functions in the driver's log: one of each kind."""
+"""Failures of the user's functions in the driver's log: one of each kind."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from mrl.config.texts import rollout_name
+from mrl.config.texts import rollout_name, safe_text
 from mrl.types import Verdict
 
 logger = logging.getLogger(__name__)
 
 MAX_KINDS = 8
+MAX_REASON = 500
 
 
 class Traces:
@@ -28,3 +29,11 @@ class Traces:
         self._kinds.add(verdict.trace_kind)
         text = "%s %s. %s\nThe log of all such rollouts, and of what the function prints: %s%s"
         logger.warning(text, rollout_name(request_id), self._what, verdict.trace, log_file, way_out)
+
+    def log_reason(self, request_id: str, verdict: Verdict) -> None:
+        """Logs a verdict that failed without a traceback: a timeout, a crash, a value that is no reward."""
+        if verdict.has_reward or verdict.trace or verdict.status in self._kinds:
+            return
+        self._kinds.add(verdict.status)
+        text = "%s is not scored: %s. Further ones are masked without a word, and counted in the step"
+        logger.warning(text, rollout_name(request_id), safe_text(verdict.reason, MAX_REASON))

@@ -72,6 +72,29 @@ class Row:
 Kernel = Callable[[SimpleNamespace], object]
 
 
+def attention(given: SimpleNamespace) -> Tensor:
+    """Attention over packed sequences, in plain torch."""
+    from mrl.policy.packed import packed_attention
+
+    assert given.qkv_format == "thd"
+    # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel
+    # takes.
+    assert given.cu_seqlens_q_padded is given.cu_seqlens_q and given.cu_seqlens_kv_padded is given.cu_seqlens_kv
+    query, key, value = given.query_layer, given.key_layer, given.value_layer
+    if given.attn_mask_type == "padding_causal_bottom_right":
+        return bottom_right(query, key, value, given.cu_seqlens_q, given.cu_seqlens_kv, given.self.softmax_scale)
+    assert given.attn_mask_type == "padding_causal"
+    (before, after), sinks_H = given.self.window_size, given.self.softmax_offset
+    assert after == 0
+    found = packed_attention(
+        *(query, key, value, given.cu_seqlens_q),
+        scale=given.self.softmax_scale,
+        window=None if before < 0 else before + 1,
+        sinks_H=sinks_H,
+    )
+    return found.flatten(1)
+
+
 def kernels() -> dict[str, tuple[object, str, Kernel]]:
     """Kernels by name: place, name in Megatron, what computes instead, from arguments by Transformer Engine's names."""
     import transformer_engine.pytorch as te
@@ -79,8 +102,6 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
-
-    from mrl.policy.packed import packed_attention
 
     def norm_of(module: torch.nn.Module, inp: Tensor, weight: Tensor) -> Tensor:
         factor = 1 + weight if module.zero_centered_gamma else weight
@@ -105,25 +126,6 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         if module.return_bias:
             return torch.cat([*map(F.linear, parts, weights)]), biases
         return torch.cat([*map(F.linear, parts, weights, biases)])
-
-    def attention(given: SimpleNamespace) -> Tensor:
-        assert given.qkv_format == "thd"
-        # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel
-        # takes.
-        assert given.cu_seqlens_q_padded is given.cu_seqlens_q and given.cu_seqlens_kv_padded is given.cu_seqlens_kv
-        query, key, value = given.query_layer, given.key_layer, given.value_layer
-        if given.attn_mask_type == "padding_causal_bottom_right":
-            return bottom_right(query, key, value, given.cu_seqlens_q, given.cu_seqlens_kv, given.self.softmax_scale)
-        assert given.attn_mask_type == "padding_causal"
-        (before, after), sinks_H = given.self.window_size, given.self.softmax_offset
-        assert after == 0
-        found = packed_attention(
-            *(query, key, value, given.cu_seqlens_q),
-            scale=given.self.softmax_scale,
-            window=None if before < 0 else before + 1,
-            sinks_H=sinks_H,
-        )
-        return found.flatten(1)
 
     def rotary(given: SimpleNamespace) -> Tensor:
         assert given.tensor_format == "thd" and given.fused and (given.cp_size, given.cp_rank) == (1, 0)

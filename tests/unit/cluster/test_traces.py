@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+import logging
+
+import pytest
+
+from mrl.cluster.traces import Traces
+from mrl.types import Verdict
+
+
+def test_the_first_reward_of_each_kind_that_fails_without_a_traceback_is_logged(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    traces = Traces("is not scored, as its reward function raised")
+    slow = Verdict(0.0, False, "timeout", "", "", reason="timeout of rw:slow, no verdict within 10 s (its timeout_s)")
+    flagged = Verdict(0.0, False, "flagged", "", "", reason="the environment masks it")
+    for number, verdict in enumerate([Verdict(1.0, True, "ok", "", ""), flagged, slow, slow]):
+        traces.log_reason(f"0/train:{number}/0", verdict)
+    traces.log_reason("0/train:9/0", Verdict(0.0, False, "error", "", "", reason="\x1b[2J" + "x" * 9000))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "train:2" in first and "is not scored: timeout of rw:slow, no verdict within 10 s" in first
+    assert "train:9" in second and "\x1b" not in second and len(second) < 700
