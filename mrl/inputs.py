@@ -89,7 +89,7 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
         lacks = [
             path
-            for path in (dataset.prompt_file, dataset.system_prompt_file)
+            for path in (dataset.prompt_file, dataset.system_prompt_file, dataset.teacher_prompt_file)
             if path is not None and not os.path.isfile(path)
         ]
         if not dataset.source:

@@ -423,6 +423,15 @@ def test_rows_are_read_where_the_model_is_not(workplace: Path):
     )
 
 
+def test_a_missing_prompt_file_of_teachers_is_said_once(workplace: Path):
+    shutil.copytree("prepared/tiny/data", "data")
+    words = ["data.default.teacher_key=answer", "data.default.teacher_prompt_file=no.txt"]
+    checked = check.examine("distillation_tiny.yaml", [*words, "data.train.datasets=[{data_path: data/train.jsonl}]"])
+    said = [str(line) for line in (*checked.refused, *checked.provided) if "no.txt" in str(line)]
+    assert len(said) == 1 and said[0].startswith("data.default.teacher_prompt_file=no.txt: no such file"), said
+    assert "data.train.datasets[0]: the rows of data/train.jsonl, without no.txt" in checked.unseen
+
+
 def test_following_the_advice_about_columns_mends_both_sets(workplace: Path):
     """Training and validation rows with columns of unlike names: each message names a key of its own set, until nothing
     is refused.
