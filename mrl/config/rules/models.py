@@ -116,8 +116,9 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
                 "a layer's experts are stored as one tensor (save_original_format=False), which vLLM does not read",
             ),
             (
-                any(tensor.is_mxfp4 for _, tensor in stored.values()),
-                "its experts are stored in MXFP4, in which engines would keep them, and refits write plain numbers",
+                hf_config.get("quantization_config") or any(tensor.is_mxfp4 for _, tensor in stored.values()),
+                "its experts are in MXFP4, by config.json or as stored, in which engines would keep them, and refits "
+                "write plain numbers",
             ),
         ):
             if not is_unread:

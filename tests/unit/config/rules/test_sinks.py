@@ -47,10 +47,21 @@ def test_experts_that_workers_cannot_share_evenly_are_refused(tmp_path: Path):
     assert found == ["with sinks vLLM gives each worker equally many experts, and the model has 36"]
 
 
-def test_experts_in_mxfp4_are_refused_with_the_way_to_plain_ones(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(OF_20B | {"quantization_config": {"quant_method": "mxfp4"}}))
-    blocks = torch.zeros(2, 4, 1, 16, dtype=torch.uint8)
-    save_file({"model.layers.0.mlp.experts.down_proj_blocks": blocks}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize(
+    ("config_json", "weights"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "_blocks"),
+        ({}, "_blocks"),
+        # Plain numbers beside a config.json by which vLLM makes MXFP4 of them.
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ""),
+    ],
+)
+def test_experts_in_mxfp4_are_refused_with_the_way_to_plain_ones(
+    tmp_path: Path, config_json: dict[str, object], weights: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(OF_20B | config_json))
+    stored = torch.zeros(2, 4, 1, 16, dtype=torch.uint8) if weights else torch.zeros(2, 4, 16, dtype=torch.bfloat16)
+    save_file({f"model.layers.0.mlp.experts.down_proj{weights}": stored}, tmp_path / "model.safetensors")
     config = load_config("grpo_qwen3_30ba3b.yaml", [f"policy.model_name={tmp_path}"])
     (found,) = [problem for problem in find_problems(config) if "MXFP4" in problem.rule and "engines" in problem.rule]
     assert found.key == "policy.model_name" and "hf-to-mcore, then mcore-to-hf" in found.way_out
