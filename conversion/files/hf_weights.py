@@ -57,8 +57,9 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 def is_unused(name: str, config: HfConfig) -> bool:
     """Tells whether a tensor is a copied embedding, frequencies or scales of others, or of MTP layers left out."""
-    is_derived = name.endswith((".rotary_emb.inv_freq", ".scales")) or (name == OUTPUT and config.get(TIED) is True)
-    return is_derived or family(config).is_left_out(config, name)
+    is_derived = name.endswith(".rotary_emb.inv_freq") or (name == OUTPUT and config.get(TIED) is True)
+    has_scales = family(config).has_transposed_experts and name.endswith(".scales")
+    return is_derived or has_scales or family(config).is_left_out(config, name)
 
 
 def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:

@@ -141,6 +141,14 @@ def test_blocks_without_scales_are_refused(packed: tuple[Path, dict[str, torch.T
         check_hf(tmp_path)
 
 
+def test_scales_without_blocks_of_mxfp4_are_refused_in_other_families(tmp_path: Path):
+    qwen3 = models.save_model(tmp_path, "qwen3")
+    name = "model.layers.0.mlp.down_proj.scales"
+    save_file(load_file(qwen3 / "model.safetensors") | {name: torch.ones(4)}, qwen3 / "model.safetensors")
+    with pytest.raises(ValueError, match=f"unknown to this model_type: {name}"):
+        check_hf(qwen3)
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 def test_pairs_of_gate_and_up_stay_together_and_one_worker_has_the_bias_of_the_sum(hf: Path, worker: int):
     config = json.loads((hf / "config.json").read_text())
