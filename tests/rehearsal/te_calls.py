@@ -117,15 +117,13 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         given.inp = norm_of(given.self, given.inp, given.self.layer_norm_weight)
         return linear(given)
 
-    def grouped_linear(given: SimpleNamespace) -> Tensor | tuple[Tensor, list[Tensor]]:
+    def grouped_linear(given: SimpleNamespace) -> Tensor | tuple[Tensor, list[Tensor | None]]:
         module, parts = given.self, given.inp.split(list(map(int, given.m_splits)))
-        weights, biases = (
-            [getattr(module, f"{kind}{index}") if has else None for index in range(len(parts))]
-            for kind, has in (("weight", True), ("bias", module.use_bias))
-        )
-        if module.return_bias:
-            return torch.cat([*map(F.linear, parts, weights)]), biases
-        return torch.cat([*map(F.linear, parts, weights, biases)])
+        weights = [getattr(module, f"weight{index}") for index in range(len(parts))]
+        biases = [getattr(module, f"bias{index}") if module.use_bias else None for index in range(len(parts))]
+        added = [None] * len(parts) if module.return_bias else biases
+        found = torch.cat([F.linear(*one) for one in zip(parts, weights, added, strict=True)])
+        return (found, biases) if module.return_bias else found
 
     def rotary(given: SimpleNamespace) -> Tensor:
         assert given.tensor_format == "thd" and given.fused and (given.cp_size, given.cp_rank) == (1, 0)
