@@ -38,6 +38,7 @@ def _with_experts(hf_config: HfConfig) -> decoder.Decoder:
 
 def _decoder(hf_config: HfConfig, moe: decoder.Moe | None) -> decoder.Decoder:
     check_settings(hf_config, SUPPORTED)
+    ignore(hf_config, "mtp_num_hidden_layers")  # their tensors are left out, by name
     rope = decoder.read_rope(hf_config, percent=ROTATED, unused=_AXES)
     return decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, mlp=moe and moe.width, rope=rope, kinds=KINDS)
 

@@ -132,6 +132,8 @@ def _build_chunk(
             parameter.allreduce = False
             # It marks their biases, too, and would sum those of other experts over the tp group.
             parameter.sequence_parallel = False
+            # It leaves the second biases unmarked: their squares would count on the first tp rank alone, as copies do.
+            parameter.tensor_model_parallel = True
     use_row_dispatchers(chunk, megatron)
     if config.activation_func is quick_gelu:
         specs.part_pairs(chunk)

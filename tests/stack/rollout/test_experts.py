@@ -17,6 +17,7 @@ NUM_TOKENS, NUM_EXPERTS, NUM_CHOICES, HIDDEN, INNER = 70, 8, 3, 48, 40
 )
 def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int]):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
     from mrl.rollout.cpu_experts import PlainExperts
 
@@ -32,6 +33,7 @@ def test_each_token_gets_the_sum_of_its_experts(is_gated: bool, here: list[int])
     def run(rows: slice) -> torch.Tensor:
         output, none = torch.full_like(x[rows], float("nan")), torch.empty(0)
         experts = PlainExperts.__new__(PlainExperts)  # without what vLLM configures
+        experts.quant_config = FUSED_MOE_UNQUANTIZED_CONFIG
         PlainExperts.apply(
             experts, output, x[rows], w1[is_here], w2[is_here], weights[rows], ids[rows].int(),
             MoEActivation.SILU if is_gated else MoEActivation.RELU2_NO_MUL, NUM_EXPERTS, torch.tensor(here), None, None,
