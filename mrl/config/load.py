@@ -83,7 +83,8 @@ def read_run(
         ConfigError: a file is missing or unreadable, is an evaluation file, or has endless expressions.
     """
     secrets = set() if secrets is None else secrets
-    settings = read_settings(find_config(name))
+    path = find_config(name)
+    settings = read_settings(path)
     note_secrets(
         ((key.lstrip("+~"), text) for key, _, text in (override.partition("=") for override in overrides)), secrets
     )
@@ -105,7 +106,7 @@ def read_run(
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
         settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
         settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have a single rollout, which is no group
-    dialect().use_own_forms(settings)
+    dialect().use_own_forms(settings, path.parent)
     keep_texts(settings)
     note_secrets(((".".join(key), setting.value) for key, setting in settings.items()), secrets)
     config, run, found = _interpret(settings, secrets)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from mrl import rooms
@@ -76,7 +77,7 @@ class Dialect(Protocol):
         self, settings: Settings, value_of: Callable[[str], object], problems: list[Problem], sections: Sequence[str]
     ) -> tuple[Settings, Migration]: ...
     def place_evaluation(self, settings: Settings) -> None: ...
-    def use_own_forms(self, settings: Settings) -> None: ...
+    def use_own_forms(self, settings: Settings, folder: Path) -> None: ...
 
 
 def dialect() -> Dialect:

@@ -7,6 +7,7 @@ tables.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Hashable, Sequence
@@ -22,9 +23,16 @@ from mrl.config.schema.keys import LIKE_POLICY
 from mrl.nemo.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, is_gyms, translate
 from mrl.nemo.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
 
+logger = logging.getLogger(__name__)
+
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that a config may have besides the schema's."""
 HF_HOME = "${oc.env:HF_HOME}"
+NEMO_RL_PROMPTS = "examples/prompts"
+OTHER_TEXT = (
+    "the file is neither here nor above the config, and mrl's prompt of that name asks in other words than NeMo RL's; "
+    "give the path of NeMo RL's file to ask as it does"
+)
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
 NAMES = {
@@ -42,8 +50,12 @@ _DATA_KEYS = {field.name for field in fields(DatasetConfig)}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def use_own_forms(settings: Settings) -> None:
-    """Gives the section `data` the schema's form, and writes out HF_HOME if unset; in place."""
+def use_own_forms(settings: Settings, folder: Path) -> None:
+    """Gives the section `data` the schema's form, and writes out HF_HOME if unset; in place.
+
+    A prompt file that the working directory lacks is looked for in `folder`, that of the config, and those above:
+    NeMo RL runs in its checkout, and its files name prompts from there.
+    """
     for key in (("data", "train"), ("data", "validation")):
         if key in settings and isinstance(settings[key].value, list):
             settings[(*key, "datasets")] = settings.pop(key)
@@ -55,6 +67,17 @@ def use_own_forms(settings: Settings) -> None:
         if isinstance(setting.value, str) and HF_HOME in setting.value and not env.HF_HOME.read():
             home = str(Path("~/.cache/huggingface").expanduser())  # the Hugging Face libraries' default
             settings[key] = replace(setting, value=setting.value.replace(HF_HOME, home))
+        elif _lacks_prompt(key, setting.value):
+            places = (str(above / str(setting.value)) for above in (folder, *folder.parents))
+            if (found := next(filter(os.path.isfile, places), None)) is not None:
+                logger.info("Config: %s is not here; taking %s", describe(key, setting), found)
+                settings[key] = replace(setting, value=found)
+
+
+def _lacks_prompt(key: Key, value: object) -> bool:
+    """Tells whether a setting names a file of a folder `prompts` that the working directory lacks."""
+    is_prompt = key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(value, str)
+    return is_prompt and Path(str(value)).parent.name == "prompts" and not os.path.exists(str(value))
 
 
 def is_evaluation(settings: Settings) -> bool:
@@ -198,10 +221,12 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     new = old
     if isinstance(old, Hashable):
         new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
-    if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
-        packaged = packaged_configs() / "prompts" / Path(old).name
-        if not os.path.exists(old) and Path(old).parent.name == "prompts" and os.path.isfile(packaged):
+    if _lacks_prompt(key, old):
+        packaged = packaged_configs() / "prompts" / Path(str(old)).name
+        if os.path.isfile(packaged):
             new = str(packaged)
+            if Path(str(old)).parent.as_posix().endswith(NEMO_RL_PROMPTS):
+                report.different.append((key, setting, OTHER_TEXT))
     if new == old:
         return setting
     note = NOTES.get((".".join(key), old)) if isinstance(old, Hashable) else None

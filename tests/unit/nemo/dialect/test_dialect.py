@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.files import Setting, packaged_configs, split_key
+from mrl.config.files import Setting, split_key
 from mrl.config.load import load_config, load_run
 from mrl.config.migration import Dialect, dialect
 from mrl.config.schema.keys import KEYS
@@ -454,21 +454,6 @@ def test_a_switch_of_vllm_s_compiler_names_it_now(refused: Callable[..., str], l
 def test_variables_of_dtensor_s_workers_become_megatron_s(load: Callable[..., RunConfig]):
     assert load("", "policy.dtensor_cfg.env_vars={A_B: x}").policy.megatron_cfg.env_vars == {"A_B": "x"}
     assert load("", "policy.dtensor_cfg.env_vars={}").policy.megatron_cfg.env_vars is None
-
-
-def test_a_prompt_file_of_nemo_rl_falls_back_to_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "config.yaml"
-    path.write_text(REQUIRED)
-    config, migration = load_run(path, ["data.default.prompt_file=examples/prompts/cot.txt"])
-    packaged = packaged_configs() / "prompts/cot.txt"
-    assert config.data.default.prompt_file == str(packaged)
-    assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
-    assert migration.translated == [f"data.default.prompt_file=examples/prompts/cot.txt (command line) -> {packaged}"]
-    assert (
-        load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file
-        == "prompts/other.txt"
-    )
 
 
 @pytest.mark.parametrize(
