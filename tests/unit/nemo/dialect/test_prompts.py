@@ -61,7 +61,7 @@ def test_the_packaged_prompt_is_a_difference_from_nemo_rl(config: Path):
     assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
     setting = f"data.default.prompt_file={COT} (command line)"
     assert migration.translated == [f"{setting} -> {packaged}"]
-    (line,) = migration.differences() or ()
+    (line,) = migration.differences() or []
     assert line.startswith(f"{setting}: the file is neither here nor above the config, and mrl's prompt")
     assert prompt_of(config, "data.default.prompt_file=prompts/other.txt")[0] == "prompts/other.txt"
 
