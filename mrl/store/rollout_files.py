@@ -288,15 +288,19 @@ class KeptRollouts:
         group, at = self._usable.pop((epoch, prompt.prompt_id), (None, 0))
         if group is None:
             return None
-        if group.prompt != prompt:
+        # Neither rollouts nor verdicts depend on what a teacher reads.
+        asked = replace(prompt, teacher=group.prompt.teacher, teacher_token_ids=group.prompt.teacher_token_ids)
+        if changed := [name for name, value in vars(asked).items() if getattr(group.prompt, name) != value]:
             logger.warning(
-                "The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id
+                "Prompt %s has another %s than when its rollouts were kept; it is asked again",
+                prompt.prompt_id,
+                " and ".join(changed),
             )
             return None
         first, step = min(self._steps.items())
         version = first - (step - at)
         rollouts = tuple(replace(rollout, weight_version=version) for rollout in group.rollouts)
-        return replace(group, rollouts=rollouts, weight_version=version, is_kept=True)
+        return replace(group, prompt=prompt, rollouts=rollouts, weight_version=version, is_kept=True)
 
     def note(self, group: RolloutGroup) -> None:
         """Notes a whole group. Any thread may call it; it never waits."""

@@ -191,11 +191,19 @@ def test_what_is_rolled_back_stays_so_two_attempts_later(tmp_path: Path, monkeyp
     third.close()
 
 
-def test_a_prompt_with_another_text_is_asked_again(tmp_path: Path):
+def test_a_changed_prompt_is_asked_again_and_a_changed_teacher_is_not_asked_for_rollouts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     earlier(tmp_path)
     second = attempt(tmp_path)
-    assert second.take(0, dataclasses.replace(prompt("a"), expected_answer="3")) is None
+    taught = dataclasses.replace(prompt("a"), teacher="hinted", teacher_token_ids=(7, 8))
+    group = second.take(0, taught)
+    assert group is not None and group.prompt == taught
     second.close()
+    third = attempt(tmp_path)
+    assert third.take(0, dataclasses.replace(taught, expected_answer="3", row="{}")) is None
+    assert "Prompt a has another expected_answer and row than when its rollouts were kept; it is asked" in caplog.text
+    third.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "format", "folder"])
