@@ -121,6 +121,7 @@ def become_gpu_host(transformer_engine: Path) -> None:
 def put_memory_on(device: str) -> None:
     """From here on the GPU's memory is that of `device`."""
     _replace("torch.cuda.current_device", lambda: device)
+    _replace("mrl.policy.cpu.CPU", torch.device(device))  # of tensors that are asked for on "cuda"
 
 
 def _replace(name: str, value: object) -> None:

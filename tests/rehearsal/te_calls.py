@@ -34,9 +34,9 @@ CASES: dict[str, dict[str, object]] = {
     "qwen2": {},
     "qwen2_moe": {},
     "qwen3": {},
-    "qwen3_moe": dict(mlp_only_layers=[1]),
     "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
+    "qwen3_moe": dict(mlp_only_layers=[1]),
     "qwen3_next": {},
 }
 """Changes, by model_type, of tests.models.TINY."""
@@ -150,7 +150,8 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
             (given.B.t() if given.layout[1] == "T" else given.B),
             (given.A.t() if given.layout[0] == "T" else given.A),
         )
-        return ((first.to(given.out_dtype) @ second.to(given.out_dtype)),)
+        found = first.to(given.out_dtype) @ second.to(given.out_dtype)
+        return (found if given.bias is None else found + given.bias,)
 
     return {
         GEMM: (extension, "general_gemm", gemm),

@@ -77,6 +77,8 @@ def layouts(model_type: str) -> list[str]:
     """Names of layouts that a family has."""
     if model_type == "nemotron_h":
         return ["one", "tp2 sp pp2 ep2", "tp2 sp ep2 etp2"]
+    if model_type == "gpt_oss":  # Megatron does not cut biased experts
+        return ["one", "pp2 vpp2", "tp2 sp pp2 ep2"]
     return [
         "one",
         "pp2 vpp2",
