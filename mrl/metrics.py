@@ -105,6 +105,9 @@ SKIPPED = "/num_skipped_updates"
 """Ends the names of counts of updates that were not finite, and changed nothing."""
 NEMO_RL_RANKS = {"val:total_reward/mean": "val:accuracy", "train:total_reward/mean": "train:reward"}
 """Values of `checkpointing.metric_name` in NeMo RL's recipes -> ours."""
+NUM_JUDGED = "num_judged"
+"""Ends the names of counts of rollouts with a reward, over which the mean rewards beside them are."""
+NONE_JUDGED = "no rollout has a reward"
 NO_SIGNAL_IN_A_ROW = "train/num_steps_without_signal"
 MASKED_IN_A_ROW = "train/num_masked_steps"
 """Steps in a row in which no rollout counted, up to this one."""
@@ -137,6 +140,13 @@ def shown_on(line: str, metrics: Mapping[str, float]) -> str:
     return ", ".join(
         shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics
     )
+
+
+def over_judged(text: str, num_judged: float, num_rollouts: float) -> str:
+    """The text of a mean reward, with the number of judged rollouts where some were not."""
+    if num_judged == num_rollouts:
+        return text
+    return f"{text}, over {num_judged:,.0f} of {num_rollouts:,.0f} judged" if num_judged else NONE_JUDGED
 
 
 def charts() -> list[tuple[str, list[str], str]]:

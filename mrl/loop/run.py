@@ -230,7 +230,10 @@ class Run(Generic[S_co]):
         if masked is not None:
             step.metrics[MASKED_IN_A_ROW] = step.num_masked + 1
             logger.warning(
-                "No signal in step %d: %s. Such steps in a row: %d", step.number, masked, step.num_masked + 1
+                "No signal in step %d: %s. Steps in a row in which none counts: %d",
+                step.number,
+                masked,
+                step.num_masked + 1,
             )
         if self.is_validation_due(step.number):
             with step.clock.phase("validation"):

@@ -42,10 +42,12 @@ class SignalWatch:
             self.num_steps = 0
             return None
         self.num_steps += 1
+        # An agent's rollout may be several sequences, of one reward.
+        num_counted, num_rollouts = (sum(not one.rollout.is_further for one in part) for part in (counted, sequences))
         what = (
-            f"all {len(counted)} rewards are {rewards.pop()[0]:g}"
+            f"all {num_counted} rewards are {rewards.pop()[0]:g}"
             if rewards
-            else f"all {len(sequences)} rollouts are masked"
+            else f"all {num_rollouts} rollouts are masked"
         )
         if counted and (masked := MaskTally().count(groups).text()):
             what = f"{what}, and {masked}"

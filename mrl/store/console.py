@@ -14,7 +14,7 @@ from tqdm import tqdm
 from conversion.progress import Progress
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import STORY
-from mrl.metrics import shown_on
+from mrl.metrics import NUM_JUDGED, over_judged, shown_on
 
 logger = logging.getLogger(__name__)
 story = logging.getLogger(STORY)
@@ -51,6 +51,7 @@ def step_header(step: int, max_num_steps: int) -> str:
 def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generations: int) -> list[str]:
     """The lines below the header, from a step's metrics. `ckpt=` appears where a checkpoint was written."""
     num_rollouts = num_prompts * num_generations
+    num_judged = metrics.get(f"rollout/{NUM_JUDGED}", 0.0)
     train, critic = shown_on("Train", metrics), shown_on("critic", metrics)
     engines, hidden = shown_on("Mrl", metrics), shown_on("hidden", metrics)
     if "refit/seconds" not in metrics:
@@ -61,7 +62,7 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
             f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses "
             f"({generation_s:.1f}s)"
         ),
-        f"[Reward]   {shown_on('Reward', metrics)}",
+        f"[Reward]   {over_judged(shown_on('Reward', metrics), num_judged, metrics.get('rollout/num_rollouts', 0.0))}",
         f"[Train]    {train or 'the critic alone learns'}" + (f"; critic: {critic}" if critic else ""),
         f"[Time]     total={total_s:.1f}s ({shown_on('Time', metrics)})",
         f"[Mrl]      {engines}" + (f", hidden: {hidden}" if hidden else ""),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from conversion.files.durable import make_folder, write_atomic
+from mrl.metrics import NUM_JUDGED
 from mrl.types import RolloutGroup
 
 ALL = "all"
@@ -27,11 +28,20 @@ def is_correct(reward: float) -> bool:
 Scores = dict[str, float]
 
 
+def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
+    """Mean and spread of the rewards of the judged rollouts, and their number: the rule of all metrics of rewards.
+
+    A rollout without a reward (its function, agent or machine failed) is in no mean; where none has one, there is none.
+    """
+    measured = {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))} if rewards else {}
+    return {**measured, NUM_JUDGED: float(len(rewards))}
+
+
 def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str, Scores]:
     """Scores over the prompts of each environment, and over all of them as `all`.
 
-    `pass@1` and `pass@k`; `cons@k` where answers are extracted; the means of reward and of generated tokens; and how
-    many failed.
+    `pass@1` and `pass@k`; `cons@k` where answers are extracted; the means of reward, as `reward_metrics` says, and of
+    generated tokens; and how many failed.
     """
     names = list(dict.fromkeys(group.prompt.env_name for group in groups))
     parts = (
@@ -48,7 +58,8 @@ def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str
         votes = [consensus_at_k(answers, right, k) for answers, right in zip(extracted, correct, strict=True)]
         if any(vote is not None for vote in votes):
             found[f"cons@{k}"] = mean([vote or 0.0 for vote in votes])
-        found["reward"] = mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])
+        rewards = reward_metrics([verdict.reward for verdict in verdicts if verdict.has_reward])
+        found |= {name: rewards[name] for name in ("reward", NUM_JUDGED) if name in rewards}
         found["mean_length"] = mean([float(rollout.num_trained) for group in mine for rollout in group.rollouts])
         found["failed"] = float(sum(not verdict.is_valid for verdict in verdicts))
         scores[name] = found

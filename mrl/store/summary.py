@@ -19,7 +19,8 @@ from mrl.algo.rewards import has_signal, shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
-from mrl.store.evaluations import mean_pass_at_k
+from mrl.metrics import NUM_JUDGED
+from mrl.store.evaluations import mean_pass_at_k, reward_metrics
 from mrl.types import Batch, Proposals, RolloutGroup, Status
 
 logger = logging.getLogger(__name__)
@@ -86,20 +87,21 @@ def rollout_metrics(
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
+    rewards = shaped_rewards_of(groups, grpo)
+    own = reward_metrics(rewards)
     lengths = np.array([rollout.num_trained for rollout in rollouts])
     num_kept = sum(group.is_kept for group in groups)
     num_sampled = sum(rollout.num_trained for group in groups if not group.is_kept for rollout in group.rollouts)
     return {
-        "train/reward": float(rewards.mean()),
-        "train/reward_std": float(rewards.std()),
-        "train/reward_min": float(rewards.min()),
-        "train/reward_max": float(rewards.max()),
+        **{f"train/{name}": value for name, value in own.items() if name != NUM_JUDGED},
+        **({"train/reward_min": min(rewards), "train/reward_max": max(rewards)} if rewards else {}),
         "rollout/mean_length": float(lengths.mean()),
         "rollout/max_length": float(lengths.max()),
         "rollout/mean_prompt_length": float(np.mean([rollout.prompt_length for rollout in rollouts])),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         **text_metrics([verdict.text for verdict in verdicts if verdict.text]),
+        "rollout/num_rollouts": float(len(verdicts)),
+        f"rollout/{NUM_JUDGED}": own[NUM_JUDGED],
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "rollout/groups_without_signal": float(sum(not has_signal(group, grpo) for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
@@ -176,7 +178,7 @@ def performance_metrics(
     return {f"performance/{name}": value for name, value in found.items()}
 
 
-OWN_NAMES = {"reward", "reward_std", "num_rollouts", "turns", "failed", *get_args(Status)}
+OWN_NAMES = {"reward", "reward_std", "num_rollouts", NUM_JUDGED, "turns", "failed", *get_args(Status)}
 """Quantities of mrl's: an agent's metric of such a name is another one."""
 
 
@@ -187,12 +189,10 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
         mine = [group for group in groups if group.prompt.env_name == name]
         verdicts = [verdict for group in mine for verdict in group.verdicts]
         judged = [verdict for verdict in verdicts if verdict.has_reward]
-        rewards = [verdict.reward for verdict in judged]
         counts = Counter(verdict.status for verdict in verdicts if not verdict.is_valid)
         counts.update(flag for verdict in verdicts for flag in verdict.flags)
         values = {
-            "reward": float(np.mean(rewards)) if rewards else 0.0,
-            "reward_std": float(np.std(rewards)) if rewards else 0.0,
+            **reward_metrics([verdict.reward for verdict in judged]),
             "num_rollouts": float(len(verdicts)),
             "turns": float(np.mean([rollout.num_turns for group in mine for rollout in group.rollouts])),
             "failed": float(sum(not verdict.is_valid for verdict in verdicts)),
@@ -208,19 +208,22 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
 
 
 def validation_metrics(groups: Sequence[RolloutGroup], *, is_accuracy: bool) -> dict[str, float]:
-    """Mean reward over held-out rollouts, and pass@k. A rollout without a reward counts as wrong, and as failed.
+    """Mean reward over held-out rollouts, and pass@k, in which a rollout without a reward solves nothing.
 
-    The mean is `val/accuracy`, NeMo RL's name; unless `is_accuracy` it is `val/reward`, too, and is shown as that.
+    The mean, of `reward_metrics`, is `val/accuracy`, NeMo RL's name; unless `is_accuracy` it is `val/reward`, too, and
+    is shown as that.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    rewards = [verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts]
-    mean = float(np.mean(rewards))
+    found = reward_metrics([verdict.reward for verdict in verdicts if verdict.has_reward])
+    means = {"val/accuracy": found["reward"], "val/reward": found["reward"]} if "reward" in found else {}
+    if is_accuracy:
+        means.pop("val/reward", None)
     solved = [[verdict.has_reward and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
     num_rollouts = min(map(len, solved))
     fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
-        "val/accuracy": mean,
-        **({} if is_accuracy else {"val/reward": mean}),
+        **means,
+        f"val/{NUM_JUDGED}": found[NUM_JUDGED],
         "val/mean_length": float(np.mean([rollout.num_trained for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),
@@ -248,6 +251,8 @@ def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:
+        return False
+    if measured.get(f"{name.rpartition('/')[0]}/{NUM_JUDGED}".removeprefix("/")) == 0:
         return False
     if name not in measured:
         raise ValueError(

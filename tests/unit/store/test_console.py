@@ -39,6 +39,17 @@ def test_the_step_block_is_the_tutorials_character_for_character():
     assert lines[4].startswith("[Mrl] ") and "verified=1,234,567 bytes" in lines[4]
 
 
+def test_a_mean_reward_says_over_how_many_rollouts_it_is_where_some_were_not_judged():
+    def line(num_judged: int, **rewards: float) -> str:
+        counts = {"rollout/num_rollouts": 64.0, "rollout/num_judged": float(num_judged)}
+        kept = {name: value for name, value in METRICS.items() if not name.startswith("train/reward")}
+        return step_lines({**kept, **counts, **rewards}, num_prompts=4, num_generations=16)[1]
+
+    assert line(7, **{"train/reward": 1.0}) == "[Reward]   mean=1.00, over 7 of 64 judged"
+    assert line(64, **{"train/reward": 1.0}) == "[Reward]   mean=1.00"
+    assert line(0) == "[Reward]   no rollout has a reward"
+
+
 def test_two_digit_steps_keep_the_width():
     assert step_header(10, 100) == "========================= Step 10/100 ========================"
 

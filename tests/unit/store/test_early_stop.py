@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 
 from mrl.config.schema.algo import GrpoConfig
@@ -13,6 +15,13 @@ TARGET = GrpoConfig(stop_at_validation_metric="accuracy", stop_at_validation_thr
         (GrpoConfig(), {"val/accuracy": 1.0}, False),
         (TARGET, {"val/accuracy": 0.49}, False),
         (TARGET, {"val/accuracy": 0.5, "train/reward": 0.0}, True),
+        # Validations in which no rollout was judged, of all and of an environment.
+        (TARGET, {"val/num_judged": 0.0}, False),
+        (
+            replace(TARGET, stop_at_validation_metric="math/reward"),
+            {"val/accuracy": 1.0, "val/math/num_judged": 0.0},
+            False,
+        ),
         # A step without validation.
         (TARGET, {"train/accuracy": 1.0}, False),
     ],

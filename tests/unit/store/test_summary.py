@@ -93,6 +93,7 @@ def test_an_environment_where_all_failed_has_no_reward_to_show():
         1,
         1,
     )
+    assert not [name for name in metrics if "reward" in name]
 
 
 def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
@@ -102,7 +103,7 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
         group("math", good(0.5), good(1.0), failed, failed),
     ]
     metrics = validation_metrics(groups, is_accuracy=False)
-    assert metrics["val/accuracy"] == metrics["val/reward"] == 2.5 / 8
+    assert metrics["val/accuracy"] == metrics["val/reward"] == metrics["val/math/reward"] == 2.5 / 6
     # One name for a whole run, whatever the rewards of a step.
     for rewards in ((1.0, 0.0), (0.5, 0.0)):
         judged = [group("math", *map(good, rewards), failed)]
@@ -113,6 +114,9 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     assert metrics["val/pass_at_2"] == (3 / 6 + 5 / 6) / 2
     assert metrics["val/pass_k"] == 1.0 and "val/pass_at_4" not in metrics
     assert metrics["val/num_samples"] == 8
+    assert metrics["val/num_judged"] == metrics["val/math/num_judged"] == 6
+    none = validation_metrics([group("math", failed)], is_accuracy=False)
+    assert none["val/num_judged"] == 0 and not {"val/accuracy", "val/reward", "val/math/reward"} & set(none)
     assert not [name for name in validation_metrics([group("math", good(1.0))], is_accuracy=True) if "pass" in name]
 
 
@@ -121,7 +125,8 @@ def test_flagged_rollouts_have_a_reward_and_failed_ones_have_none():
     metrics = rollout_metrics([judged], GrpoConfig(), seconds=1.0, num_engine_restarts=0)
     assert metrics["train/reward"] == metrics["rollout/math/reward"] == 5 / 3
     assert metrics["rollout/failed"] == 2.0 and metrics["rollout/math/flagged"] == 1.0
-    assert validation_metrics([judged], is_accuracy=True)["val/accuracy"] == 5 / 4
+    assert (metrics["rollout/num_judged"], metrics["rollout/num_rollouts"]) == (3, 4)
+    assert validation_metrics([judged], is_accuracy=True)["val/accuracy"] == 5 / 3
 
 
 def test_the_reward_is_what_advantages_are_made_of():
