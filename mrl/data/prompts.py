@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.own import missing_columns
+from mrl.config.own import REWARD, find_reward, missing_columns
 from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import BUILT_IN, NEED_ANSWER
@@ -165,6 +165,7 @@ def prompt_reader(
         if env_name in NEED_ANSWER:
             _check_answer(row.answer, fields, dataset, env_name)
         if (reward := own_function(env_name, config.env)) is not None:
+            row = dataclasses.replace(row, rest=kept_columns(reward, fields, dataset) | row.rest)
             _check_columns(reward, row)
         request = fields.get(REQUEST)
         if isinstance(request, dict) and not is_agent(env_name, config.env):
@@ -271,6 +272,19 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name:
             f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as "
             "expected_answer"
         )
+
+
+def kept_columns(path: str, fields: Fields, dataset: DatasetConfig) -> Fields:
+    """Columns that a reward function gets by their own names, though question, answer or id are read from them.
+
+    A name of mrl's means mrl's value.
+    """
+    hook = find_reward(path)
+    asked = {*hook.columns, *hook.optional, dataset.input_key, dataset.output_key} - {
+        *REWARD.parameters,
+        *REWARD.synonyms,
+    }
+    return {name: value for name, value in fields.items() if name in asked}
 
 
 def _check_columns(path: str, row: ParsedRow) -> None:

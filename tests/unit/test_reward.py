@@ -29,6 +29,15 @@ def writes(response):
 
 def graded(response, grade): ...
 
+def by_column(response, gold_value, reference_answer, asked, id):
+    return float(response == reference_answer == str(gold_value) and asked == "2+3=" and id == "sum")
+
+def by_default(response, gold_value=None):
+    return float(response == str(gold_value))
+
+def by_all(response, **others):
+    return float(response == str(others["gold_value"]))
+
 def lengthy(response):
     return len(response)
 
@@ -101,6 +110,21 @@ def test_rows_without_answers_are_said(folder: Path, capfd: pytest.CaptureFixtur
     assert run(folder, "lengthy", "data.train.output_key=solution") == 0
     said = capfd.readouterr().out
     assert "rows:1  5 " in said and "Only empty replies" not in said
+
+
+def test_a_column_that_a_key_names_as_the_answer_is_a_column_of_the_reward_too(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    Path("rows.jsonl").write_text('{"asked": "2+3=", "gold_value": 5, "id": "sum"}\n')
+    keys = ("data.train.output_key=gold_value", "data.train.input_key=asked")
+    for name in ("by_column", "by_default", "by_all"):
+        assert run(folder, name, *keys) == 0
+        said = capfd.readouterr().out
+        assert "2 rewards from 0 to 1, mean 0.5" in said and "keeps its default" not in said
+    function = f"++env.own.functions.mine={folder.name}_mine:by_column"
+    words = [function, "data.default.env_name=mine", "data.validation=null", "data.train.data_path=rows.jsonl"]
+    checked = look_at_data(load_config("grpo_tiny.yaml", [*words, *keys]), is_strict=False)
+    assert checked.problems == [] and checked.doubts == []
 
 
 def test_rows_beyond_the_first_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]):
