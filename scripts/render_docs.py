@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mrl.exit_codes import CODES
 from scripts.config_page import config_tables, dialect_tables
-from tests.long.stale import stale_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or
@@ -23,26 +23,24 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 NAMED_BLOCK = re.compile(
     r"(<!-- (reliability|config|dialect|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL
 )
-OLD = " **Older than its code.**"
-"""Mark of a table whose code has changed since it was measured."""
+BOUNDS: dict[str, Callable[[float, float], bool]] = {"at least": operator.ge, "at most": operator.le}
+"""Columns of targets; each holds for the column before it."""
 BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
 
-def render_page(text: str, data_folder: Path, stale: Collection[str] = ()) -> str:
-    """The page with every table replaced by what `data_folder` holds now, those of the `stale` parts marked as old."""
+def render_page(text: str, data_folder: Path) -> str:
+    """The page with every table replaced by what `data_folder` holds now."""
     tables = {
         "config": config_tables,
         "dialect": dialect_tables,
         "exit_codes": exit_codes,
         "reliability": lambda: faults_table(data_folder),
     }
-    text = NAMED_BLOCK.sub(lambda match: match[1] + tables[match[2]]() + match[3], text)
-    return BLOCK.sub(
-        lambda match: (
-            match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5]
-        ),
-        text,
-    )
+
+    def block(match: re.Match[str]) -> str:
+        return match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4]) + match[5]
+
+    return BLOCK.sub(block, NAMED_BLOCK.sub(lambda match: match[1] + tables[match[2]]() + match[3], text))
 
 
 def exit_codes() -> str:
@@ -50,16 +48,17 @@ def exit_codes() -> str:
     return _table([["Code", "Meaning", "Next"], ["---"] * 3, *([str(code), *words] for code, words in CODES.items())])
 
 
-def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str, stale: Collection[str]) -> str:
+def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str) -> str:
     """The tables of a block, and one line with its parts that nobody has run yet."""
     paths = [data_folder / f"{part}.json" for part in parts]
     missing = ", ".join(path.stem for path in paths if not path.exists())
     there = [path for path in paths if path.exists()]
-    if len(parts) > 1 and all(_is_of_tests(path) for path in there):
-        head = [["part", "tests passed", "seconds", "measured"], ["---"] * 4]
-        tables = [_table(head + [_tests(path, stale) for path in there])] if there else []
+    summaries = [_summary(path) for path in there] if len(parts) > 1 else []
+    if summaries and None not in summaries:
+        lines = [row for row in summaries if row]
+        tables = [_table([[*lines[0]], ["---"] * len(lines[0]), *([*row.values()] for row in lines)])]
     else:
-        tables = [render_part(path, num_rows, column, stale=stale) for path in there]
+        tables = [render_part(path, num_rows, column) for path in there]
     # Neighbours of one origin name it once.
     for index, (table, following) in enumerate(itertools.pairwise(tables)):
         if (origin := table.splitlines()[-1]) == following.splitlines()[-1]:
@@ -72,8 +71,8 @@ def parts_of(text: str) -> list[str]:
     return [part for match in BLOCK.finditer(text) for part in match[2].split(",")]
 
 
-def render_part(path: Path, num_rows: int = 0, column: str = "", *, stale: Collection[str] = ()) -> str:
-    """The table of one file, with the keys of its rows as columns, and a line with the origin of the numbers.
+def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
+    """The table of one file, with the keys of its rows as columns, what misses its target above, the origin below.
 
     With `num_rows`, only the rows with the largest numbers in `column`, whatever their sign.
     """
@@ -86,29 +85,48 @@ def render_part(path: Path, num_rows: int = 0, column: str = "", *, stale: Colle
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
     table = _table(lines + [[_cell(row.get(name)) for name in columns] for row in rows])
     most = f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
-    return f"{table}\n{most}{_origin(data)}{OLD if path.stem in stale else ''}\n"
+    return f"{targets(data['rows'])}{table}\n{most}{_origin(data)}\n"
 
 
-def _is_of_tests(path: Path) -> bool:
-    return all(row.keys() == {"passed", "seconds"} for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+def targets(rows: Sequence[Mapping[str, object]]) -> str:
+    """A sentence on the targets that rows miss or meet; empty where there are none."""
+    missed, num_met = list[str](), 0
+    for row in rows:
+        for (name, value), (bound, limit) in itertools.pairwise(row.items()):
+            if bound not in BOUNDS or not isinstance(limit, int | float) or not isinstance(value, int | float):
+                continue
+            if BOUNDS[bound](value, limit):
+                num_met += 1
+            else:
+                case = ", ".join(f"{key} {_cell(row[key])}" for key in list(row)[:2] if key not in ("result", name))
+                missed.append(f"{name} is {_cell(value)}, {bound} {_cell(limit)} is wanted ({case})")
+    if missed:
+        return f"**Missed:** {'; '.join(missed)}.\n\n"
+    return "Every target is met.\n\n" if num_met else ""
 
 
-def _tests(path: Path, stale: Collection[str]) -> list[str]:
-    """One row for a part of tests, whose names are in its file."""
+def _summary(path: Path) -> dict[str, str] | None:
+    """One row for a part that says of tests or of a GPU check whether they passed; None for other parts."""
     data = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        path.stem,
-        str(len(data["rows"])),
-        str(sum(row["seconds"] for row in data["rows"])),
-        f"{data['date']}, commit `{data['commit']}`{OLD if path.stem in stale else ''}",
-    ]
+    rows = data["rows"]
+    measured = {"measured": f"{data['date']}, commit `{data['commit']}`, {_machine(data)}"}
+    if all("result" in row for row in rows):
+        name = path.stem.removeprefix("gpu_")
+        return {"check": f"`{name}`"} | {key: str(rows[0][key]) for key in ("result", "GPU", "torch")} | measured
+    if all({"passed", "scenario"} & row.keys() for row in rows):
+        seconds = str(sum(row["seconds"] for row in rows))
+        return {"part": path.stem, "tests passed": str(len(rows)), "seconds": seconds} | measured
+    return None
 
 
 def _origin(data: dict) -> str:
     """Sentence with date, commit, command and host of a measurement."""
+    return f"Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {_machine(data)}."
+
+
+def _machine(data: dict) -> str:
     host = data["host"]
-    machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
-    return f"Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}."
+    return f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
 
 
 def faults_table(data_folder: Path) -> str:
@@ -141,9 +159,8 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Rewrites the pages in place."""
-    stale = stale_tables()
     for page in sorted(DOCS.rglob("*.md")):
-        page.write_text(render_page(page.read_text(encoding="utf-8"), DOCS / "data", stale), encoding="utf-8")
+        page.write_text(render_page(page.read_text(encoding="utf-8"), DOCS / "data"), encoding="utf-8")
 
 
 if __name__ == "__main__":

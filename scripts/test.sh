@@ -5,7 +5,7 @@
 #   scripts/test.sh --full         every suite; CI runs this
 #   scripts/test.sh --busy         unit tests, proof, smoke and stack beside four busy loops: no verdict may depend on how fast the host is
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part
-#   scripts/test.sh --evidence     records anew every table of docs/ that is older than its code; may be stopped, and goes on
+#   scripts/test.sh --evidence     records the tables of docs/ at this commit, for a release; may be stopped, and goes on (--list: what is left)
 # With --with-slurm and --with-chromium (as root, with apt-get) it installs Slurm and Chromium, system packages that some tests need.
 set -euo pipefail
 WITH_DEV=1 ON_CPUS=1

@@ -36,10 +36,11 @@ def unpack_newest(folder: Path) -> Path:
     return folder
 
 
-def table(part: str) -> tuple[str, str]:
-    """Returns name and command of a table of the part "parity", of which each version has its own."""
-    name, command = (f"{part}_megatron019", "megatron019") if IS_NEWEST else (part, "parity")
-    return name, f"bash scripts/test.sh --long {command}"
+def parity_table() -> tuple[str, str]:
+    """Name and command of the table of parity, of which each version has its own."""
+    if IS_NEWEST:
+        return "parity_megatron019", "pytest --long megatron019 tests/long/test_megatron_long.py -k parity"
+    return "parity", "pytest --long parity tests/stack/policy/test_parity_table.py"
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from mrl.plan.activations import BF16, FP32, Row, backward_bytes, kept_bytes
 from mrl.plan.states import States
 
 # Bytes of each logit at the worst moment: of a whole row in bfloat16 and float32; of chunks as
-# docs/measured/performance.md measures.
+# tests/long/test_memory_long.py measures.
 WHOLE_LOGIT, CHUNK_LOGIT = BF16 + FP32, 7
 
 

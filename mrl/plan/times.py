@@ -50,7 +50,7 @@ NETWORK_LATENCY = TimeRange(20e-6, 100e-6)
 # Seconds of a switch between phases, rewards and data together.
 SWITCHES = TimeRange(12.0, 19.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call
-# of an actor by the driver (docs/measured/performance.md; the high figure is for a slower host).
+# of an actor by the driver (measured on CPU hosts; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
 # Kernels and waits of a round, in a rank's exchange and in a worker's pull and verification; then kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3

@@ -33,8 +33,8 @@ from mrl.data.planning import sequence_cost
 from mrl.data.prefixes import add_trees
 from mrl.policy.policy import PolicyRank
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence
+from scripts.bench.bare_megatron import bare_pass, bare_step
 from scripts.bench.shapes import WIDER
-from scripts.bench.trainer import bare_pass, bare_step
 from scripts.bench.turns import bench_parser, lowest_to_highest, median, report, take_turns
 from tests.long.record import Row
 from tests.models import save_model

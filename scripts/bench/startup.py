@@ -46,8 +46,8 @@ def rows_of(repeats: int) -> Iterator[Row]:
         # The pass that warms up fills the cache of converted models and the host's page cache.
         starts = take_turns({num_ranks: partial(measure, folder, num_ranks) for num_ranks in TARGETS}, repeats)
     for num_ranks, found in starts.items():
-        seconds = [start.pop("s") for start in found]
-        row: Row = {"policy ranks": num_ranks, "s": median(seconds, 1), "at most": TARGETS[num_ranks]}
+        seconds = [start.pop("seconds") for start in found]
+        row: Row = {"policy ranks": num_ranks, "seconds": median(seconds, 1), "at most": TARGETS[num_ranks]}
         row["lowest to highest"] = lowest_to_highest(seconds, 1)
         phases = {phase.replace("_", " "): median((start[phase] for start in found), 1) for phase in found[0]}
         yield {**row, **phases, "repeats": repeats}
@@ -73,7 +73,7 @@ def measure(folder: Path, num_ranks: int) -> dict[str, float]:
     phases["first_step"] = row["time/total"] - row["time/generation"] - row["time/reward"]
     seconds = sum(phases.values())
     assert seconds <= all_s, "the phases overlap"
-    return {"s": seconds, **phases}
+    return {"seconds": seconds, **phases}
 
 
 if __name__ == "__main__":

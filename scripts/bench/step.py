@@ -31,8 +31,8 @@ from mrl.config.load import load_config
 from mrl.config.model import read_hf_config, sizes_of
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import load_prompts
+from scripts.bench.bare_megatron import bare_pass, bare_step, packed_rows
 from scripts.bench.shapes import widen
-from scripts.bench.trainer import bare_pass, bare_step, packed_rows
 from scripts.bench.vs_trl import WARM_UP, mrl_steps, run
 from tests.long.record import Row, record
 from tests.stack.policy.policy_ranks import open_policy

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 TRL_ENVIRONMENT = ROOT / "build" / "trl"
 TRL = "trl==1.16.0"
 DEFAULTS = "TRL's defaults"
-SETTINGS = ((DEFAULTS, 2), ("one batch", 2), ("one batch", 1))
+SETTINGS = ((DEFAULTS, 2), ("one batch", 2))
 """TRL's settings, and its threads."""
 TINY, WIDE = "0.4 M", "20 M"
 TARGET = 1.0

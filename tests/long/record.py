@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,13 +55,10 @@ _MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "size",
 
 PATHS: dict[str, tuple[str, ...]] = {
     "algorithms": (*_LEARNS, *_TINY),
-    "async": ("mrl/train.py", *_ROLLOUTS),
     "cluster": (
         "scripts/ray.sub",
         *(f"mrl/cluster/{name}.py" for name in ("runtime", "nodes", "members", "refit", "engine_parts")),
     ),
-    "config": ("mrl/config", "mrl/nemo/dialect"),
-    "conversion": _FILES,
     "convert": _FILES,
     "engine": (
         "mrl/rollout/engine.py",
@@ -78,9 +76,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/cluster/event_loop.py",
         "mrl/cluster/calls.py",
     ),
-    "driver_memory": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/store/samples.py"),
-    "distillation": (*_LEARNS, "mrl/policy/distillation.py", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
-    "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
     "faults": (
         "mrl/train.py",
         "mrl/shortage.py",
@@ -100,24 +95,12 @@ PATHS: dict[str, tuple[str, ...]] = {
     ),
     "kills": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *_ROLLOUTS),
     "learning": (*_LEARNS, *_TINY, "configs/grpo_tiny_dense.yaml", "mrl/recipes/tiny_model.py"),
-    "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
-    "math_verdicts": _MATH,
-    "model_folders": ("conversion", "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/refit/pull.py"),
-    "mopd": (*_LEARNS, "mrl/policy/distillation.py", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
     "nemo_recipes": ("mrl/config", "mrl/nemo/dialect", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/nemo/dialect", "mrl/check.py"),
-    "nodes": ("scripts/ray_node.sh", "mrl/cluster/runtime.py", "mrl/cluster/nodes.py"),
-    "packing": ("mrl/data/packing.py", "mrl/data/planning.py"),
     **dict.fromkeys(("parity", "parity_megatron019"), (*_MODEL, "conversion/families")),
-    **dict.fromkeys(("parity_steps", "parity_steps_megatron019"), _MODEL),
     "plan_later": _PEAKS,
     "plan_points": _PEAKS,
-    "ppo": (*_LEARNS, "configs/ppo_tiny.yaml", "mrl/recipes/additions.py"),
-    "recompute": ("mrl/policy/model.py", "mrl/policy/step.py", "mrl/policy/mamba_torch.py"),
     "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
-    "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),
-    "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
-    "schedule": (*_COPIES, "conversion/families"),
     "prefix": (
         *_UPDATE,
         "mrl/policy/tree_layers.py",
@@ -132,21 +115,12 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/policy/checkpoint.py",
         *(f"mrl/store/{n}.py" for n in ("checkpoints", "rollout_files")),
     ),
-    "spans": ("mrl/spans.py", "mrl/ops/view", "mrl/store/samples.py"),
-    "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
     "startup": (
         "mrl/loop/main.py",
         *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")),
         *_TINY,
     ),
     "step": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
-    "supervised": (
-        *_UPDATE,
-        "mrl/algo/supervised.py",
-        "mrl/loop/examples.py",
-        *(f"configs/{name}_tiny.yaml" for name in ("sft", "dpo", "rm")),
-    ),
-    "trainer": (*_UPDATE, "mrl/policy/model.py", "mrl/policy/logprobs.py"),
     "vs_trl": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
     "witness": ("conversion/families", "mrl/refit/pull.py", "mrl/refit/checksum.py", "mrl/rollout/worker.py"),
 }
@@ -154,18 +128,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 old.
 """
 
-OUTCOMES = (
-    "async",
-    "config",
-    "environments",
-    "faults",
-    "hangs",
-    "hostile",
-    "kills",
-    "model_folders",
-    "nodes",
-    "signals",
-)
+OUTCOMES = ("faults", "hangs", "hostile", "kills", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
@@ -185,7 +148,7 @@ def record(
     """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what.
 
     In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was
-    imported; "-dirty" if files outside docs/ differed from it then or do now.
+    imported; "-dirty" if files outside docs/ differed from it then or do now. `seconds` are those since the start.
     """
     if is_selection and folder == DATA_FOLDER:
         print(f"not recorded, as tests were chosen by name: {part}")
@@ -197,6 +160,7 @@ def record(
         "command": command or f"bash scripts/test.sh --long {part}",
         "host": host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "seconds": round(time.monotonic() - STARTED_S),
         "rows": list(rows),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,4 +190,4 @@ def _git(*arguments: str) -> str:
     ).stdout.strip()
 
 
-STARTED_AT = commit()
+STARTED_AT, STARTED_S = commit(), time.monotonic()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.long.stale`: lists measured tables whose product code has changed since. Never fails."""
+"""Measured tables whose product code has changed since, for maintainers: `scripts/test.sh --evidence --list`."""
 
 from __future__ import annotations
 
@@ -58,8 +58,3 @@ def _code(source: str) -> str:
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60)
-
-
-if __name__ == "__main__":
-    for part, reason in stale_tables().items():
-        print(f"docs/data/{part}.json {reason}")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema.policy import SequencePackingConfig
 from mrl.recipes.tiny import prepare_tiny
 from tests.learn.quickstart import TRAIN_TIMEOUT_S, call
 from tests.long.record import DATA_FOLDER, Row
@@ -45,27 +44,8 @@ def test_conversions_are_nearly_as_fast_as_cp():
     rows = bench("convert")
     assert {row["direction"] for row in rows} == {"hf-to-mcore", "mcore-to-hf"}
     for row in rows:
-        assert number(row, "ratio") >= number(row, "target_ratio"), row
+        assert number(row, "copy / convert") >= number(row, "at least"), row
         assert number(row, "memory_rise_mb") <= 600, row
-
-
-def test_schedules_of_large_runs_are_built_in_seconds():
-    rows = bench("schedule")
-    assert {row["ranks"] for row in rows} == {256, 4096}
-    for row in rows:
-        is_large = number(row, "ranks") > 256
-        assert number(row, "seconds") <= (6 if is_large else 3), row
-        assert is_large or number(row, "peak_mb") <= 500, row
-
-
-def test_the_default_packing_fills_rows_and_balances_ranks():
-    rows = bench("packing")
-    assert {row["sequences"] for row in rows} == {2048, 16_384}
-    assert all(number(row, "planning s") <= 2 for row in rows)
-    for row in rows:
-        if row["algorithm"] == SequencePackingConfig().algorithm:
-            assert number(row, "rows / lower bound") <= 1.01, row
-            assert number(row, "tokens max/mean") <= 1.02 and number(row, "cost max/mean") <= 1.02, row
 
 
 def test_the_engine_is_nearly_as_fast_as_plain_vllm():
@@ -87,13 +67,6 @@ def test_a_step_of_a_model_whose_arithmetic_dominates_is_not_slower_than_trls_be
     assert [(row["model"], row["policy ranks"], row["new tokens"]) for row in targeted] == [("20 M", 1, 256)]
     for row in targeted:
         assert number(row, "TRL / mrl") >= number(row, "at least"), row
-
-
-def test_a_train_step_is_nearly_as_fast_as_bare_megatron():
-    rows = bench("trainer")
-    assert {row["layout"] for row in rows} == {"tp2 sp dp2 ep2", "one"}
-    for row in rows:
-        assert number(row, "speed of Megatron's") >= number(row, "at least"), row
 
 
 def test_shared_prefixes_are_faster_than_bare_megatron_on_whole_rows():
@@ -145,4 +118,4 @@ def test_a_run_is_at_its_first_step_in_time():
     rows = bench("startup")
     assert [row["policy ranks"] for row in rows] == [1, 4]
     for row in rows:
-        assert number(row, "s") <= number(row, "at most"), row
+        assert number(row, "seconds") <= number(row, "at most"), row

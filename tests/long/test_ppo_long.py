@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.learn.quickstart import RUN_FOLDER, run_quickstart
-from tests.long.record import Row, record
 
 MIN_ACCURACY = 0.9
 
@@ -18,17 +17,6 @@ MIN_ACCURACY = 0.9
 def test_ppo_learns(tmp_path: Path):
     run = run_quickstart(tmp_path, config="ppo_tiny.yaml", overrides=[f"checkpointing.checkpoint_dir={RUN_FOLDER}"])
     by_step = {int(row["step"]): row for row in run.metrics}
-    rows: list[Row] = []
-    for step, accuracy in run.accuracies:
-        explained = by_step[step].get("train/critic/explained_var")
-        rows.append(
-            {
-                "step": step,
-                "accuracy": round(accuracy, 4),
-                "critic_explained_var": None if explained is None else round(explained, 2),
-            }
-        )
-    record("ppo", rows)
     warmup = [row for step, row in by_step.items() if 0 < step <= 2]
     assert all("train/loss" not in row for row in warmup)
     assert run.accuracies[-1][1] >= MIN_ACCURACY

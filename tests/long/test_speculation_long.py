@@ -11,7 +11,6 @@ import pytest
 
 from tests import models
 from tests.learn.quickstart import PREPARE_TIMEOUT_S, TRAIN_TIMEOUT_S, call
-from tests.long.record import Row, record
 
 pytestmark = [pytest.mark.long("speculation"), pytest.mark.timeout(2400)]
 
@@ -36,7 +35,6 @@ def test_layers_learn_what_the_policy_samples(tmp_path: Path):
     shutil.copytree(tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/mtp")
     models.add_mtp(tmp_path / "prepared/tiny/mtp", seed=0)
     left_alone, learning = (steps(tmp_path, name, settings) for name, settings in (("left", []), ("learning", LEARN)))
-    record("speculation", [*rows("left alone", left_alone), *rows("learning", learning)])
     # Detached, their loss reaches nothing else. Four ranks sum norms in another order, which at first changes no
     # answer.
     for one, other in zip(learning[:SHOWN], left_alone[:SHOWN], strict=True):
@@ -65,23 +63,3 @@ def steps(folder: Path, name: str, settings: list[str]) -> list[dict[str, float]
 
 def rate(found: list[dict[str, float]], name: str = "rollout/spec_acceptance_rate") -> float:
     return sum(step[name] for step in found) / len(found)
-
-
-def rows(layers: str, found: list[dict[str, float]]) -> list[Row]:
-    """The beginning, the middle and the end of a run."""
-    middle = len(found) // 2
-    result: list[Row] = []
-    for part in (found[:SHOWN], found[middle - SHOWN // 2 : middle + SHOWN // 2], found[-SHOWN:]):
-        learned = "train/mtp_1_acceptance_rate" in part[0]
-        result.append(
-            {
-                "MTP layers": layers,
-                "steps": f"{part[0]['step']:.0f} to {part[-1]['step']:.0f}",
-                "mean reward": round(rate(part, "train/reward"), 3),
-                "accepted of the proposed": round(rate(part), 3),
-                "tokens of a pass": round(rate(part, "rollout/spec_acceptance_length"), 2),
-                "in training: 1st right": round(rate(part, "train/mtp_1_acceptance_rate"), 3) if learned else None,
-                "2nd right": round(rate(part, "train/mtp_2_acceptance_rate"), 3) if learned else None,
-            }
-        )
-    return result

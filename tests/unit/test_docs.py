@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +18,19 @@ from mrl.check import examine
 from mrl.config.load import read_run
 from mrl.exit_codes import CODES, FAILED
 from mrl.signals import ENDED_EARLY
-from scripts.render_docs import DOCS, OLD, parts_of, render_page, render_part
-from tests.long.evidence import words_of
-from tests.long.record import OUTCOMES, PATHS, record
+from scripts.render_docs import DOCS, parts_of, render_page, render_part, targets
+from tests.long.evidence import estimate, last_seconds, left, words_of
+from tests.long.record import OUTCOMES, PATHS, Row, record
 from tests.long.stale import stale_tables
 from tests.sources import ROOT
 
 PAGES = sorted(DOCS.rglob("*.md"))
+MAX_TABLES = 25
+"""Recorded ones: those by which a user decides."""
 
 
 def test_pages_show_what_was_measured():
-    # Marks of old tables are those of the last commit that rendered the pages.
-    pages = {page.name: page.read_text().replace(OLD, "") for page in PAGES}
+    pages = {page.name: page.read_text() for page in PAGES}
     outdated = [name for name, text in pages.items() if render_page(text, DOCS / "data") != text]
     assert outdated == [], "run `python -m scripts.render_docs`"
 
@@ -35,6 +38,9 @@ def test_pages_show_what_was_measured():
 def test_every_measurement_is_shown():
     shown = {part for page in PAGES for part in parts_of(page.read_text())}
     assert {path.stem for path in (DOCS / "data").glob("*.json")} <= shown
+    text = "".join(page.read_text() for page in PAGES)
+    blocks = re.findall(r"<!-- data:.*?<!-- end of data -->", text, re.DOTALL)
+    assert sum(len(re.findall(r"^\| ---", block, re.MULTILINE)) for block in blocks) <= MAX_TABLES
 
 
 def test_the_start_page_lists_every_page():
@@ -103,12 +109,11 @@ def test_a_table_is_rendered_from_its_file(tmp_path: Path):
         "# Speed\n\n<!-- data: speed -->\nold\n<!-- end of data -->\nafter\n\n<!-- data: absent -->\n<!-- end "
         "of data -->\n"
     )
-    host = {"cpu": "A CPU", "num_cores": 2, "memory_gib": 24}
     rows = [{"seed": 0, "tokens_per_s": 12.34567}, {"seed": 1, "tokens_per_s": None, "note": "cold"}]
     data = {
         "commit": "abc1234",
         "command": "scripts/test.sh --long speed",
-        "host": host,
+        "host": HOST,
         "date": "2026-01-31",
         "rows": rows,
     }
@@ -122,6 +127,35 @@ def test_a_table_is_rendered_from_its_file(tmp_path: Path):
     )
     assert render_page(rendered, tmp_path) == rendered
     assert parts_of(page) == ["speed", "absent"]
+
+
+HOST = {"cpu": "A CPU", "num_cores": 2, "memory_gib": 24}
+
+
+def test_a_table_says_which_targets_it_misses():
+    fast: Row = {"model": "a", "tokens": 3, "share": 0.95, "at least": 0.9, "s": 30, "at most": 40}
+    slow: Row = {"model": "b", "tokens": 64, "share": 0.8, "at least": 0.9, "s": 41.5, "at most": 40}
+    free: Row = {"model": "c", "tokens": 64, "share": 0.1, "at least": None, "s": 99}
+    assert targets([free]) == "" and targets([fast, free]) == "Every target is met.\n\n"
+    assert targets([fast, slow]) == (
+        "**Missed:** share is 0.8, at least 0.9 is wanted (model b, tokens 64); "
+        "s is 41.5, at most 40 is wanted (model b, tokens 64).\n\n"
+    )
+
+
+def test_parts_of_tests_and_checks_are_summed_up_in_one_table(tmp_path: Path):
+    passed = [{"passed": "test_a", "seconds": 3}, {"passed": "test_b", "seconds": 4}]
+    check = [{"result": "passed", "GPU": "A GPU", "torch": "2"}, {"result": "passed", "GPU": "A GPU", "torch": "2"}]
+    for name, rows in {"kills": passed, "hangs": passed[:1], "gpu_ipc": check, "gpu_walk": check}.items():
+        data = {"commit": "abc", "command": "c", "host": HOST, "date": "2026-01-31", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    measured = "2026-01-31, commit `abc`, A CPU, 2 cores, 24 GiB |"
+    page = "<!-- data: kills,hangs -->\n<!-- end of data -->\n<!-- data: gpu_ipc,gpu_walk -->\n<!-- end of data -->\n"
+    lines = render_page(page, tmp_path).splitlines()
+    assert f"| kills | 2 | 7 | {measured}" in lines and f"| hangs | 1 | 3 | {measured}" in lines
+    assert (
+        f"| `ipc` | passed | A GPU | 2 | {measured}" in lines and f"| `walk` | passed | A GPU | 2 | {measured}" in lines
+    )
 
 
 def test_what_a_part_records_can_be_rendered(tmp_path: Path):
@@ -140,12 +174,48 @@ def test_every_part_names_the_product_files_that_it_measures():
     assert [path for paths in PATHS.values() for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
+def git_in(folder: Path) -> Callable[..., str]:
+    """Runs git in a new repository."""
+
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
     git("init", "--quiet")
+    return git
+
+
+def test_evidence_skips_what_is_recorded_at_this_commit(tmp_path: Path):
+    git, data = git_in(tmp_path), tmp_path / "docs"
+    data.mkdir()
+
+    def commit(name: str) -> str:
+        (tmp_path / name).write_text(f"{time.monotonic_ns()}")
+        git("add", name)
+        git("commit", "--quiet", "--message", name)
+        return git("rev-parse", "--short=10", "HEAD")
+
+    def measured(name: str, at: str, **more: object) -> None:
+        (data / f"{name}.json").write_text(
+            json.dumps({"commit": at, "command": f"python -m {name}", "rows": []} | more)
+        )
+
+    first, second = commit("a.py"), commit("b.py")
+    commit("docs/page.md")
+    measured("old", first, seconds=90)
+    measured("new", second, seconds=30)
+    measured("dirty", f"{second}-dirty", rows=[{"minutes": 2.5}, {"minutes": 1.0}])
+    measured("gpu_ipc", first)
+    found = left(data, tmp_path)
+    assert found == {"python -m old": [data / "old.json"], "python -m dirty": [data / "dirty.json"]}
+    assert [last_seconds(paths) for paths in found.values()] == [90, 210]
+    assert estimate([90, 210, None]) == (
+        "3 commands are left: 5 min by their last durations, and 1 whose time nobody has counted yet."
+    )
+
+
+def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
+    git = git_in(tmp_path)
     (tmp_path / "speed.py").write_text("1")
     (tmp_path / "other.py").write_text("1")
     git("add", "speed.py", "other.py")

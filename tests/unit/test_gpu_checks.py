@@ -44,7 +44,7 @@ def recorded(folder: Path, name: str) -> list[Row]:
 
 def test_the_page_has_a_table_for_every_check():
     page = (DOCS / "gpu_status.md").read_text()
-    assert parts_of(page) == [*(f"gpu_{check.name}" for check in CHECKS), "gpu_run"]
+    assert parts_of(page) == [*(f"gpu_{check.name}" for check in CHECKS), "gpu_moving", "gpu_refit", "gpu_run"]
     assert all(f"| `{check.name}` | {check.tier} |" in page for check in CHECKS)
 
 

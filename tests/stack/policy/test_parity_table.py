@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.long.record import Row, record
-from tests.megatron import table
+from tests.megatron import parity_table
 from tests.stack.policy.parity import Errors, Result, distance, loss_errors, measure, run_config, save_example
 from tests.stack.policy.parity_cells import CELLS, IN_CI, IN_TINY, ONE_RANK, PLAIN, Feature, Settings
 from tests.stack.ranks import RankPool
@@ -62,7 +62,7 @@ def rows() -> Iterator[list[Row]]:
     measured: list[Row] = []
     yield measured
     if measured:
-        name, command = table("parity")
+        name, command = parity_table()
         record(name, measured, command=command)
 
 
@@ -99,15 +99,6 @@ def tiny_losses(ranks: RankPool, folder_of: Callable[[str], Path]) -> Callable[[
 
 
 @pytest.fixture(scope="module")
-def tiny_rows() -> Iterator[list[Row]]:
-    measured: list[Row] = []
-    yield measured
-    if measured:
-        name, command = table("parity_steps")
-        record(name, measured, command=command)
-
-
-@pytest.fixture(scope="module")
 def feature_off(tiny_losses: Callable[[str, Settings, int], list[float]]) -> Callable[[str], list[float]]:
     """Losses of grpo_tiny.yaml as it is, on the four ranks that it asks for."""
     return cache(lambda model_type: tiny_losses(model_type, {}, 4))
@@ -118,7 +109,6 @@ def feature_off(tiny_losses: Callable[[str, Settings, int], list[float]]) -> Cal
 def test_a_feature_of_the_quickstart_changes_no_loss(
     tiny_losses: Callable[[str, Settings, int], list[float]],
     feature_off: Callable[[str], list[float]],
-    tiny_rows: list[Row],
     model_type: str,
     feature: Feature,
 ):
@@ -126,16 +116,4 @@ def test_a_feature_of_the_quickstart_changes_no_loss(
     errors = loss_errors(tiny_losses(model_type, feature.settings, feature.num_ranks), off)
     # Steps must do something, else any feature would pass.
     assert min(loss_errors(off[1:], off[:-1])) > 1e-3
-    settings = " ".join(f"policy.{key}={value}" for key, value in feature.settings.items())
-    tiny_rows.append(
-        dict(
-            feature=feature.name,
-            family=model_type,
-            overrides=f"`{settings}`",
-            ranks=feature.num_ranks,
-            first_step=errors[0],
-            worst_of_five_steps=max(errors),
-            why_not_equal=feature.why_unequal,
-        )
-    )
     assert feature.why_unequal or max(errors) <= MAX_LOSS_ERROR, errors

@@ -131,7 +131,9 @@ def kept_by_torch(shape: ModelSizes, letter: str) -> dict[str, int]:
     return kept | {"scan": steps + states, "decays": MAX_CHUNK * (2 * shape.mamba_heads + shape.mamba_groups)}
 
 
-@pytest.mark.parametrize("measured", json.loads((ROOT / "docs/data/recompute.json").read_text())["rows"], ids=str)
+@pytest.mark.parametrize(
+    "measured", json.loads((ROOT / "tests/stack/policy/recompute.json").read_text())["rows"], ids=str
+)
 def test_activations_are_those_that_ranks_without_gpus_keep(measured: dict[str, Any]):
     name, modules = measured["model"], CALLED[measured["recomputed"]]
     shape = PlanModel(AutoConfig.for_model(name, **{**models.TINY[name], **LONG[name]}).to_dict()).shape

@@ -7,8 +7,8 @@ from conversion.boxes import Layout, Piece, Slot, SlotLayout
 from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
-from scripts.bench.least_bytes import LeastBytes, least_bytes
 from tests.tiny import TINY_CONFIG as TINY
+from tests.unit.conversion.least_bytes import LeastBytes, least_bytes
 
 
 def rows(start: int, stop: int) -> Layout:
@@ -17,18 +17,17 @@ def rows(start: int, stop: int) -> Layout:
 
 
 def test_halves_on_two_nodes():
-    # Each rank holds 64 of 128 bytes; two workers on each node want all. A node could fetch its missing half once for
-    # both.
+    # Each rank holds 64 of 128 bytes; two workers on each node want all.
     sources = {0: rows(0, 4), 1: rows(4, 8)}
     targets = {0: rows(0, 8), 2: rows(0, 8), 1: rows(0, 8), 3: rows(0, 8)}
     least = least_bytes(sources, targets, gpu_of={gpu: gpu for gpu in targets}, node_of={0: 0, 2: 0, 1: 1, 3: 1})
-    assert least == LeastBytes(between_gpus=64 + 128 + 64 + 128, between_nodes=4 * 64, between_nodes_once=2 * 64)
+    assert least == LeastBytes(between_gpus=64 + 128 + 64 + 128, between_nodes=4 * 64)
 
 
 def test_workers_of_a_node_that_want_overlapping_parts():
     sources, targets = {0: rows(0, 8)}, {1: rows(0, 6), 2: rows(2, 8)}
     least = least_bytes(sources, targets, gpu_of={1: 1, 2: 2}, node_of={0: 0, 1: 1, 2: 1})
-    assert least == LeastBytes(between_gpus=192, between_nodes=192, between_nodes_once=128)
+    assert least == LeastBytes(between_gpus=192, between_nodes=192)
 
 
 def test_a_schedule_moves_no_more_than_the_least():
@@ -46,4 +45,4 @@ def test_a_schedule_moves_no_more_than_the_least():
     moved = reshard(sources, targets, **places, buffer_bytes=1 << 20).link_bytes()
     least = least_bytes(sources, targets, **places)
     assert moved["node"] + moved["network"] == least.between_gpus
-    assert moved["network"] == least.between_nodes > least.between_nodes_once > 0
+    assert moved["network"] == least.between_nodes > 0

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
 import json
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,6 @@ from mrl.data.planning import (
     repack,
     sequence_cost,
 )
-from scripts.bench.packing import fewest_rows
 from tests import models
 from tests.sources import ROOT
 from tests.waiting import growth
@@ -205,6 +206,25 @@ def test_a_long_tailed_batch_is_planned_well_and_in_no_time(dp_size: int):
     assert len(plan[0]) <= 1.01 * fewest
     for measure in (float, cost.of):
         assert max(rank_shares(plan, lengths, measure)) <= 1.02
+
+
+def fewest_rows(lengths: Sequence[int], row_tokens: int) -> int:
+    """A lower bound of the rows any packing needs (L2 of Martello and Toth, Discrete Applied Mathematics 28, 1990).
+
+    For every k up to half a row: sequences longer than row - k share a row with none of at least k, those above half a
+    row not with each other; what is at least k then fills the room that the latter leave.
+    """
+    items = sorted(lengths)
+    total = [0, *itertools.accumulate(items)]
+    above_half = bisect_right(items, row_tokens // 2)
+    bound = math.ceil(total[-1] / row_tokens)
+    for shortest in range(above_half):
+        alone = bisect_right(items, row_tokens - items[shortest])
+        num_open = alone - above_half
+        room = num_open * row_tokens - (total[alone] - total[above_half])
+        overflow = total[above_half] - total[shortest] - room
+        bound = max(bound, len(items) - above_half + max(0, math.ceil(overflow / row_tokens)))
+    return max(bound, len(items) - above_half)
 
 
 def sizes(rows: list[list[int]], lengths: list[int]) -> list[int]:

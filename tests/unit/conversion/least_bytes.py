@@ -19,8 +19,6 @@ class LeastBytes:
     """Bytes that the rank on a worker's GPU does not hold, over all workers."""
     between_nodes: int
     """Bytes that no rank on a worker's node holds, once for each worker."""
-    between_nodes_once: int
-    """The same, were each node to fetch a byte only once for all of its workers and to pass it on among them."""
 
 
 def least_bytes(
@@ -56,7 +54,7 @@ def least_bytes(
     )
     on_node = [(workers, frozenset(sources_on[node])) for node, workers in workers_on.items()]
     nodes = sum(lacking(frozenset([worker]), held) for workers, held in on_node for worker in workers)
-    return LeastBytes(gpus, nodes, sum(lacking(frozenset(workers), held) for workers, held in on_node))
+    return LeastBytes(gpus, nodes)
 
 
 def _pieces(layout: Layout) -> Iterator[tuple[str, Piece]]:
