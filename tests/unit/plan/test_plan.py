@@ -342,6 +342,7 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
         ("NVIDIA H200", 143771, "h200-141g"),
         ("NVIDIA GB200", 189471, "gb200"),
         ("NVIDIA GeForce RTX 5090", 32607, "rtx5090-32g"),
+        ("NVIDIA GeForce RTX 4090", 24564, "rtx4090-24g"),
         ("NVIDIA L40S", 46068, "a100-40g"),
     ],
 )
