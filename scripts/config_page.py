@@ -51,7 +51,7 @@ with `Only`.
 """
 
 
-COLUMNS = ("key", "type", "default", "meaning")
+COLUMNS = ("key", "default", "meaning")
 
 
 # Sections that share a table: keys that differ in nothing but their section, or its default, are one row.
@@ -83,13 +83,19 @@ def _with_defaults(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str,
     return [
         (
             ", ".join(key for key, _ in keys),
-            kind,
-            ", ".join(defaults if len({*defaults}) > 1 else defaults[:1]),
+            _typed(kind, ", ".join(defaults if len({*defaults}) > 1 else defaults[:1])),
             meaning,
         )
         for (kind, meaning), keys in found.items()
         for defaults in [[default for _, default in keys]]
     ]
+
+
+def _typed(kind: str, default: str) -> str:
+    """The default behind its type and limits; the type of a number or a truth value shows in the default itself."""
+    name, _, limits = kind.partition(", ")
+    shows = name in ("bool", "int", "float") and "null" not in default and "required" not in default
+    return ", ".join(filter(None, [default if shows else f"{name}: {default}".removesuffix(": "), limits]))
 
 
 def dialect_tables() -> str:
@@ -213,14 +219,10 @@ def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, st
         return [row for inner in dataclasses.fields(below) for row in _rows(below, inner.name, f"{key}.")]
     if _default(field) == f"`${{data.default.{name}}}`" and name in fields_of(RowsConfig):
         return [(f"`{key}`", "as in `data.default`", "`${data.default.…}`", "As in `data.default`.")]
-    meaning = _meaning(marker_of(fields_of(section)[name]), manuals(section).get(name, ""))
-    return [(f"`{key}`", _type(hint), _default(field), meaning)]
-
-
-def _meaning(marker: Range | Only | None, manual: str) -> str:
-    if isinstance(marker, Only):
-        return f"{manual} Only {_yaml(marker.value)}: {marker.reason}."
-    return f"{manual} Range: {marker}." if marker is not None else manual
+    marker, manual = marker_of(fields_of(section)[name]), manuals(section).get(name, "")
+    limits = f", {marker}" if isinstance(marker, Range) else ""
+    meaning = f"{manual} Only {_yaml(marker.value)}: {marker.reason}." if isinstance(marker, Only) else manual
+    return [(f"`{key}`", _type(hint) + limits, _default(field), meaning)]
 
 
 def _type(hint: object) -> str:

@@ -2,7 +2,7 @@
 """`python -m scripts.render_docs`: renders all tables of docs/ from docs/data/*.json, the measurements of test parts.
 
 The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from
-docs/reliability.json, with the dates of the parts.
+docs/reliability.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def render_page(text: str, data_folder: Path) -> str:
         "config": config_tables,
         "dialect": dialect_tables,
         "exit_codes": exit_codes,
-        "reliability": lambda: faults_table(data_folder),
+        "reliability": faults_table,
     }
 
     def block(match: re.Match[str]) -> str:
@@ -129,21 +129,17 @@ def _machine(data: dict) -> str:
     return f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
 
 
-def faults_table(data_folder: Path) -> str:
-    """Each fault injected on purpose, by kind, with the test that shows what comes of it, and when that has run."""
-    kinds: dict[str, list[tuple[str, str, str]]] = {}
+def faults_table() -> str:
+    """Each fault injected on purpose, by kind, with the test that shows what comes of it, and that test's long part."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
     for row in json.loads((DOCS / "reliability.json").read_text(encoding="utf-8")):
-        measured = data_folder / f"{row['part']}.json" if "part" in row else None
-        date = "–" if not row["test"] else "CI" if measured is None else "not yet run"
-        if measured is not None and measured.exists():
-            # Of a test that has been run without the others of its part, the row says when.
-            date = row.get("date") or json.loads(measured.read_text(encoding="utf-8"))["date"]
-        test = f"`{row['test']}`" if row["test"] else "none yet"
-        kinds.setdefault(row["fault"], []).append((f"{row['injection']}: {row['outcome']}", test, date))
-    lines = [["fault", "injection: outcome", "test", "date"], ["---"] * 4]
+        name = f"`{row['test'].partition('::')[2]}`" if row["test"] else "none yet"
+        part = f" ({row['part']})" if "part" in row else ""
+        kinds.setdefault(row["fault"], []).append((f"{row['injection']}: {row['outcome']}", name + part))
+    lines = [["fault", "injection: outcome", "test (long part)"], ["---"] * 3]
     for fault, rows in kinds.items():
-        outcomes, tests, dates = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
-        lines.append([fault, ". ".join(outcomes), ", ".join(tests), ", ".join(dates)])
+        outcomes, tests = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
+        lines.append([fault, ". ".join(outcomes), ", ".join(tests)])
     return _table(lines)
 
 

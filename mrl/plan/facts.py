@@ -27,7 +27,7 @@ from mrl.plan.activations import BF16, FP32, Row
 from mrl.plan.states import ModelElements, StateRules
 
 IMBALANCE = 1.3
-"""Tokens of the busiest rank's experts over the mean, with natural routing: fitted on runs of docs/measured/plan.md."""
+"""Tokens of the busiest rank's experts over the mean, with natural routing: fitted on runs of docs/plan.md."""
 
 
 class PlanModel:

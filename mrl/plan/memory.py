@@ -29,7 +29,7 @@ POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
 GRAPHS = 1.34 * GIB
 # Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
 SLACK = 0.05
-# What a plan of a GPU may exceed a published run by: 7.0 % at most, of 86 runs (docs/measured/plan.md).
+# What a plan of a GPU may exceed a published run by: 7.0 % at most, of 86 runs (docs/plan.md).
 EXCESS = 1.08
 # Steps of fewer tokens read the weights too often while prompts are computed.
 FEWEST_TOKENS = 2048
