@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.hf_weights import describe_dtypes
+from mrl import rooms
 from mrl.config.errors import NotKnown
 from mrl.config.fp8 import form_of
 from mrl.config.model import read_model
 from mrl.config.parsers import shows_tools
-from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import describe_sharing
@@ -146,7 +146,7 @@ def _agents(config: RunConfig) -> str:
     if not config.has_engines:
         return "none"
     chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-    lines = [routes] if (routes := describe_routes(config)) else []
+    lines = [routes] if (routes := rooms.describe_routes(config)) else []
     lines += [f"{name}: {path}" for name, path in config.env.agents.items()]
     if config.env.has_agents and chat.enable_auto_tools:
         parser = chat.tool_parser

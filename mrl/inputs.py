@@ -176,9 +176,8 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
 
 def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str, str] | None]]:
     """Checksums that identify the data of a run: a quick one, then the exact one. None: too large, or not all here."""
-    from mrl.data.fields import optional_text
+    from mrl.data.fields import REQUEST, optional_text
     from mrl.data.files import find_data_files, is_here
-    from mrl.data.gym import REQUEST
     from mrl.data.reading import Parsed, Reader, read_split
     from mrl.store.identity import data_of
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one way from the program into its rooms: names of their functions, imported when they are used.
 
-`mrl.ops` holds the operator's commands, `mrl.nemo` NeMo RL's dialect of config keys. No other file of the program names
-a room: see tests/unit/test_imports.py.
+`mrl.ops` holds the operator's commands, `mrl.nemo` NeMo RL's dialect of config keys and NeMo Gym's rows, graders and
+servers. No other file of the program names a room: see tests/unit/test_imports.py.
 """
 
 from __future__ import annotations
@@ -42,6 +42,31 @@ def dialect() -> Any:
 def renamed_keys() -> Mapping[str, str]:
     """NeMo RL's names of keys of the schema -> their names here."""
     return dialect().RENAMED
+
+
+def check_gym(config: object, problems: object) -> None:
+    """Checks section `env.nemo_gym`; see `mrl.nemo.gym.rules`."""
+    _function("mrl.nemo.gym.rules", "check_gym")(config, problems)
+
+
+def describe_routes(config: object) -> str:
+    """Says who handles NeMo Gym's rows; see `mrl.nemo.gym.rules`."""
+    return _function("mrl.nemo.gym.rules", "describe_routes")(config)
+
+
+def gym_conversation(fields: Mapping[str, object]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Messages and tools of a NeMo Gym row; see `mrl.nemo.gym.rows`."""
+    return _function("mrl.nemo.gym.rows", "gym_conversation")(fields)
+
+
+def grader(name: str) -> Callable[[Any], Any]:
+    """Declares a built-in environment with NeMo Gym's verdicts, by a config's section `env`."""
+    return _function(f"mrl.nemo.gym.graders.{name}", "environment")
+
+
+async def reach_gym(section: object, **places: object) -> Any:
+    """Starts or finds NeMo Gym's servers, a `mrl.rollout.agents.GymAgents`; see `mrl.nemo.gym.process`."""
+    return await _function("mrl.nemo.gym.process", "reach_gym")(section, **places)
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -129,10 +129,10 @@ the last code block is the program | unit/envs/test_code.py::test_the_last_block
 mrl/envs/code.py: lines[fences[-2] + 1 : fences[-1]] >>> lines[fences[0] + 1 : fences[1]]
 the last answer counts | unit/envs/test_math.py::test_dapo_takes_what_follows_the_last_answer
 mrl/envs/math.py: plain_answer(lines[-1]) >>> plain_answer(lines[0])
-several letters choose nothing | unit/envs/test_mcqa.py::test_letters_and_words_around_them
-mrl/envs/mcqa.py: if MORE.match(behind) or ( >>> if (
-every instruction must be followed | unit/envs/test_instruction_following.py::test_all_instructions_must_be_followed
-mrl/envs/instruction_following.py: float(not broken) >>> float(len(broken) < len(names))
+several letters choose nothing | unit/nemo/gym/graders/test_mcqa.py::test_letters_and_words_around_them
+mrl/envs/letters.py: if MORE.match(behind) or ( >>> if (
+every instruction must be followed | unit/nemo/gym/graders/test_instruction_following.py::test_all_instructions_must_be_followed
+mrl/nemo/gym/graders/instruction_following.py: float(not broken) >>> float(len(broken) < len(names))
 # config rules and plan
 slots are a multiple of a whole replica | unit/config/rules/test_table.py::test_a_config_is_told_the_key_the_rule_and_the_way_out
 mrl/config/rules/layout.py: if ranks % needed: >>> if ranks < needed:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from mrl import spans
+from mrl import rooms, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork
 from mrl.cluster.calls import answered, ask, start_actor
@@ -50,7 +50,6 @@ from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgen
 from mrl.rollout.engine_lines import EngineLines
 from mrl.rollout.environment import set_variables, variables_of_children
 from mrl.rollout.gateway import JUDGES, Gateway
-from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import CHAT_KEY, listen, make_server
 from mrl.rollout.remote import RemoteAgent
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
@@ -247,7 +246,7 @@ async def started(
     server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     if section.has_gym_servers and index == 0:
-        runner.gym = await reach_gym(
+        runner.gym = await rooms.reach_gym(
             section.nemo_gym,
             gateway_url=f"http://{address[0]}:{address[1]}",
             key=gateway.gym_key,

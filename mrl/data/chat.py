@@ -15,8 +15,7 @@ from conversion.files.reading import check_plain_folder, read_file, read_json
 from mrl.config.rules.data import key_of
 from mrl.config.rules.tokens import beyond_vocabulary
 from mrl.data.dates import dated, writes_date
-from mrl.data.fields import Fields, Message
-from mrl.data.gym import LEADING
+from mrl.data.fields import LEADING, Fields, Message
 from mrl.data.rendering import Conversation, fit
 
 if TYPE_CHECKING:

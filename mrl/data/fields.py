@@ -15,6 +15,9 @@ import numpy as np
 MAX_LINE_BYTES = 16 << 20
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool", "observation": "tool"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
+LEADING = ("system", "developer")
+REQUEST = "responses_create_params"
+"""Key of a NeMo Gym row's request to the Responses API."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Refused on messages, unless empty."""
 Fields = dict[str, object]
@@ -245,3 +248,12 @@ def _parsed(text: str) -> object:
 
 def _kind(value: object) -> str:
     return "empty" if value == [] else "missing" if value is None else type(value).__name__
+
+
+def agent_of(fields: Fields) -> str | None:
+    """`agent_ref.name` of a row, if it has one. RowError: it is no string."""
+    agent = fields.get("agent_ref")
+    name = agent.get("name") if isinstance(agent, dict) else None
+    if name is not None and not isinstance(name, str):
+        raise RowError("agent_ref.name must be a string")
+    return name

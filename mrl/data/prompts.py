@@ -31,9 +31,8 @@ from mrl.data.chat import (
 )
 from mrl.data.columns import LacksColumns, find_idle, find_lacking
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
-from mrl.data.fields import Fields, Message, RowError, first_key
+from mrl.data.fields import REQUEST, Fields, Message, RowError, agent_of, first_key
 from mrl.data.files import find_data_files
-from mrl.data.gym import REQUEST, agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
 from mrl.data.teacher_prompts import TeacherPrompts, load_teacher_prompt

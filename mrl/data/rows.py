@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mrl import rooms
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.data.fields import (
+    LEADING,
+    REQUEST,
     Fields,
     Message,
     RowError,
+    agent_of,
     checked_text,
     first_key,
     first_text,
@@ -24,7 +28,6 @@ from mrl.data.fields import (
     said,
     text_of,
 )
-from mrl.data.gym import LEADING, REQUEST, agent_of, gym_conversation
 from mrl.data.tools import calls_as_written, schema_as_written
 
 if TYPE_CHECKING:
@@ -385,7 +388,7 @@ def _squad(fields: Fields, dataset: DatasetConfig) -> Shown:
 
 
 def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    messages, tools = gym_conversation(fields)
+    messages, tools = rooms.gym_conversation(fields)
     name = agent_of(fields)
     answer = fields.get("expected_answer")
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()

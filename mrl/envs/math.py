@@ -23,7 +23,7 @@ UNITS = (
 def environment(config: EnvConfig) -> Environment:
     """Declares `math`."""
     return built_in(
-        "math", config.math, "expected_answer", impl=config.math.math_verify_impl, is_strict=config.math.strict
+        __name__, config.math, "expected_answer", impl=config.math.math_verify_impl, is_strict=config.math.strict
     )
 
 

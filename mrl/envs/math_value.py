@@ -17,6 +17,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Basic, Float, Integral, MatrixBase, Number, Product, Sum, Tuple, log
 
+from mrl.envs.letters import choose
 from mrl.envs.math_notation import as_set, evened
 from mrl.envs.math_number import Plain, answers, is_hedged, read_number, spelled
 from mrl.envs.math_size import (
@@ -35,7 +36,6 @@ from mrl.envs.math_size import (
     size_of,
     value_digits,
 )
-from mrl.envs.mcqa import ANSWER, BOXED, choose
 from mrl.envs.task import RowFault
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
@@ -212,7 +212,7 @@ def _said(text: str) -> str:
 def score_symbols(given: Given, said: str) -> tuple[float, str]:
     """math-verify's verdict on an answer as it is written, and in one notation; words and letters compare as text."""
     if (letter := LETTER.fullmatch(given.expected)) is not None:
-        chosen = choose(given.text, [BOXED, ANSWER], [])
+        chosen = choose(given.text)
         return float((chosen or said.strip(" .()").upper()) == letter[1]), chosen or said
     if bare(said) == bare(given.expected) or _words(said) == _words(given.expected) != "":
         return 1.0, said

@@ -19,14 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar
 
-from mrl import spans
+from mrl import rooms, spans
 from mrl.config.schema.env import BUILT_IN
 from mrl.config.texts import rollout_name, rounded, safe_text
-from mrl.envs import own
+from mrl.envs import code, math, own
 from mrl.envs.child_process import MEMORY_BYTES, START_TIMEOUT_S, Child, ChildDied
 from mrl.envs.confine import landlock_abi
 from mrl.envs.scratch import remove_abandoned
@@ -55,7 +54,9 @@ MAX_COLUMNS = 32
 TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
 ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
-    name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN
+    "math": math.environment,
+    "code": code.environment,
+    **{name: rooms.grader(name) for name in BUILT_IN if name not in ("math", "code")},
 }
 """The built-in environments; each module declares its own."""
 

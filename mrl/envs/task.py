@@ -116,11 +116,9 @@ class Environment:
         return str(self.options.get("function", self.factory))
 
 
-def built_in(name: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
-    """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
-    return Environment(
-        f"mrl.envs.{name}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True
-    )
+def built_in(module: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
+    """Declares the environment of a module, whose `make` takes `options`."""
+    return Environment(f"{module}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True)
 
 
 def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's room: its dialect of config keys, and the data of its Nano recipe."""
+"""NeMo's room: NeMo RL's dialect of config keys, NeMo Gym's rows, graders and servers, and the Nano recipe's data."""

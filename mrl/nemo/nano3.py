@@ -24,8 +24,8 @@ from mrl.config.rules.data import route_of
 from mrl.config.schema.env import EnvConfig
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
-from mrl.data.gym import gym_conversation
 from mrl.data.records import TABLES, records
+from mrl.nemo.gym.rows import gym_conversation
 
 logger = logging.getLogger(__name__)
 

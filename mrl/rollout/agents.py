@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import cast
+from typing import Protocol, cast
 
 import aiohttp
 import numpy as np
@@ -34,7 +34,7 @@ from mrl.envs.scorer import MAX_COLUMNS
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import MODEL, Gateway
-from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
+from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import (
     BLOCKED,
     AgentBlocked,
@@ -45,7 +45,7 @@ from mrl.rollout.remote import (
     keep_running,
     until_readable,
 )
-from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
+from mrl.types import LARGEST_REWARD, Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +242,17 @@ async def _ended(pid: int) -> None:
 Agent = RemoteAgent | FunctionAgent
 
 
+class GymAgents(Protocol):
+    """NeMo Gym's servers: `mrl.nemo.gym.servers.GymServers`."""
+
+    waiting: dict[object, tuple[str, str]]
+    """Server and reason, of each row that waits for one."""
+
+    async def answer(
+        self, task: AgentTask, session: AgentSession, receipts: Receipts, *, group: int, deadline_s: float
+    ) -> Json: ...
+
+
 class AgentRunner:
     """Does rollouts by agents. For one event loop, the gateway's."""
 
@@ -249,7 +260,7 @@ class AgentRunner:
         """`url` is the gateway's. A rollout takes at most `timeout_s`, all its attempts together."""
         self.gateway = gateway
         self.agents: dict[str, list[Agent]] = {}
-        self.gym: GymServers | None = None
+        self.gym: GymAgents | None = None
         """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
         self._nonce = secrets.token_hex(8)
@@ -316,12 +327,8 @@ class AgentRunner:
         name = task.prompt.env_name
         if (agents := self.agents.get(name)) is None:
             assert self.gym is not None, name
-            with self.gateway.receipts.rollout(task.sampling):
-                row = gym_row(
-                    json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task)
-                )
-                result = await self.gym.run(name, row, deadline_s=deadline_s)
-                return reply_of(result, session, self.gateway.receipts, row)
+            group = self._group_of(task)
+            return await self.gym.answer(task, session, self.gateway.receipts, group=group, deadline_s=deadline_s)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {
@@ -420,3 +427,8 @@ def _number(value: object, name: str) -> float:
     if is_finite(value):
         return float(cast(float, value)) + 0.0  # -0.0 is 0.0
     raise ValueError(f"the agent answers {name}={value!r:.80}, which is no finite number")
+
+
+def is_finite(value: object) -> bool:
+    """Tells whether a value is a number that a reward can be."""
+    return isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD

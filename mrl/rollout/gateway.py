@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from mrl.config.rules.gym_servers import GYM_PATH
+from mrl.config.schema.env import GYM_PATH
 from mrl.rollout.agent_session import AgentSession, NamedSessions, SampledReply
 from mrl.rollout.callers import Answered, Ask, Params, Prompt
 from mrl.rollout.engine_lines import EngineLines

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of NeMo Gym's own verifiers and of mrl's. Writes docs/data/gym_rewards.json.
 
-The answers are those of tests/unit/envs/gym_answers.json, and of Gym's own example rows, each with all that Gym's
-example rollouts said.
+The answers are those of tests/unit/nemo/gym/graders/gym_answers.json, and of Gym's own example rows, each with all that
+Gym's example rollouts said.
 
 Gym runs in an environment of its own: that of `--gym-python`, else one that is made, which takes a network, uv and 2
 GB.
@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema.env import SERVERS, CodeEnvConfig
-from mrl.envs import code, instruction_following, math, mcqa, structured_outputs, workplace_assistant
+from mrl.envs import code, math
 from mrl.envs.task import Score, Task
+from mrl.nemo.gym.graders import instruction_following, mcqa, structured_outputs, workplace_assistant
 from tests.long.record import Row, record
 
-ANSWERS = Path("tests/unit/envs/gym_answers.json")
+ANSWERS = Path("tests/unit/nemo/gym/graders/gym_answers.json")
 VERIFIERS = Path(__file__).with_name("gym_verifiers.py")
 LIMIT_S = 3600.0
 Group = dict[str, Any]

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from mrl.config.texts import safe_text
-from mrl.envs import instruction_following as instructions
-from mrl.envs import languages, math, math_notation, math_number, math_size, math_value, mcqa
+from mrl.envs import letters, math, math_notation, math_number, math_size, math_value
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
+from mrl.nemo.gym.graders import instruction_following as instructions
+from mrl.nemo.gym.graders import languages, mcqa
 from tests.sources import ROOT
 from tests.waiting import growth
 
@@ -59,8 +60,8 @@ def follow_all(text: str) -> None:
 
 
 def choose_letter(text: str) -> None:
-    mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], [])
-    for pattern in (mcqa.MORE, mcqa.ENDS, mcqa.BOX_ENDS):
+    letters.choose(text)
+    for pattern in (letters.MORE, letters.ENDS, letters.BOX_ENDS):
         pattern.match(text)
     for mode in mcqa.MODES:
         for reply in (text, f"\\boxed{{{text}}}", f"answer: {text}"):
@@ -99,7 +100,8 @@ NUMBERS = (
 ).split()
 HEDGES = "_BEFORE _BEHIND _OR_BEFORE _OR_BEHIND _ALSO _NUMBERS _NAMES _JOINTS".split()
 
-MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE BETWEEN _letter_of".split()
+LETTERS = "BOXED ANSWER MORE ENDS BOX_ENDS choose".split()
+MCQA = "BOXED_LETTER COLON COLON_MD ALONE BETWEEN _letter_of".split()
 
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
@@ -122,17 +124,18 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_size._EAGER_COST": lambda text: math_size.size_of(f"gcd {text}"),
     "mrl.envs.math_size._NUMBER_RUN": math_size.search_cost,
     "mrl.envs.math_size._ENVIRONMENTS": math_size.search_cost,
-    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in MCQA), choose_letter),
-    "mrl.envs.languages.detect": languages.detect,
+    **dict.fromkeys((f"mrl.envs.letters.{name}" for name in LETTERS), choose_letter),
+    **dict.fromkeys((f"mrl.nemo.gym.graders.mcqa.{name}" for name in MCQA), choose_letter),
+    "mrl.nemo.gym.graders.languages.detect": languages.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     **{
-        f"mrl.envs.sentences.{name}": follow_all
+        f"mrl.nemo.gym.graders.sentences.{name}": follow_all
         for name in "BREAK CLOSERS sentences OPENING APOSTROPHE LAST_PERIOD PIECE CLITIC RULES".split()
     },
     **{
-        f"mrl.envs.instruction_following.{name}": follow_all
+        f"mrl.nemo.gym.graders.instruction_following.{name}": follow_all
         for name in "_occurrences _number_paragraphs _nth_paragraph _postscript _bullets _highlights _sections "
         "_repeat_phrase _is_last_word _composition CHECKS".split()
     },
@@ -158,8 +161,8 @@ MEETS_NO_TEXT = {
     "mrl.data.rows._THOUSANDS",
     "mrl.data.rows.gold_of",
     "mrl.data.supervised._mark_behind",
-    "mrl.envs.mcqa.own_patterns",
-    "mrl.envs.mcqa.score",
+    "mrl.nemo.gym.graders.mcqa.own_patterns",
+    "mrl.nemo.gym.graders.mcqa.score",
     "mrl.store.checkpoints.SHARD",
     "mrl.store.disk._NUMBER",
     "mrl.store.marks.STEP_FOLDER",
@@ -260,7 +263,7 @@ HEADS = (
 
 
 def patterns_of_the_product() -> Iterator[str]:
-    for folder in ("mrl/envs", "mrl/data", "mrl/store"):
+    for folder in ("mrl/envs", "mrl/nemo/gym/graders", "mrl/data", "mrl/store"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if module == "mrl.envs.code":

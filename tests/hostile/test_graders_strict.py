@@ -13,9 +13,9 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.envs.math_value import TOO_COSTLY, score
-from mrl.envs.mcqa import score as score_choice
-from mrl.envs.structured_outputs import score as score_json
 from mrl.envs.task import RowFault, Task
+from mrl.nemo.gym.graders.mcqa import score as score_choice
+from mrl.nemo.gym.graders.structured_outputs import score as score_json
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]

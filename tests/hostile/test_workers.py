@@ -135,7 +135,7 @@ def test_every_built_in_worker_is_under_a_filter(name: str):
         states = [
             Path(f"/proc/{pid}/status").read_text()
             for pid in children
-            if f"mrl.envs.{name}:" in Path(f"/proc/{pid}/cmdline").read_text()
+            if f".{name}:make" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
     assert states and all("Seccomp:\t2" in state and "NoNewPrivs:\t1" in state for state in states)
 

@@ -47,10 +47,7 @@ _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds
 _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
 _MODEL = (*_UPDATE, "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/policy/parallel.py", "mrl/algo/losses.py")
-_GRADERS = tuple(
-    f"mrl/envs/{name}.py"
-    for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant")
-)
+_GRADERS = ("mrl/envs/code.py", "mrl/envs/letters.py", "mrl/nemo/gym/graders")
 _MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "size", "notation"))
 
 PATHS: dict[str, tuple[str, ...]] = {

@@ -23,9 +23,9 @@ import httpx
 import pytest
 import yaml
 
-from mrl.envs import mcqa
 from mrl.envs.endpoints import read_endpoints
 from mrl.envs.task import Task
+from mrl.nemo.gym.graders import mcqa
 from mrl.store.summary import Clock
 from mrl.types import RolloutGroup
 from tests.faults.attempts import is_taken

@@ -74,7 +74,8 @@ HEAVY_LIBRARIES = {"megatron", "ray", "safetensors", "tokenizers", "torch", "tra
 
 ENTRY_POINT_GROUPS = {"mrl.rewards", "mrl.families"}
 
-OURS = re.compile(r"(mrl|conversion)(\.\w+)+(:\w+)?")
+# A final dot: the beginning of an f-string.
+OURS = re.compile(r"(mrl|conversion)(\.\w+)+(:\w+|\.)?")
 HEAVY = re.compile(r"(megatron|vllm|ray)(\.\w+)+")
 
 
@@ -95,7 +96,7 @@ def imported_names(source: str, module: str, *, at_module_level: bool = False) -
             if node.value in ENTRY_POINT_GROUPS:
                 continue
             if OURS.fullmatch(node.value) or HEAVY.fullmatch(node.value):
-                yield node.value.replace(":", ".")
+                yield node.value.replace(":", ".").rstrip(".")
         elif (
             isinstance(node, ast.Call)
             and not at_module_level
@@ -171,6 +172,8 @@ def test_imports_point_down_and_libraries_stay_home():
         ("mrl.config.known", "from mrl.nemo.dialect.translate import migrate"),
         ("mrl.store.run_folder", "def f():\n    from mrl.ops.view import page"),
         ("mrl.launch", "MODULE = 'mrl.ops.launch'"),
+        ("mrl.data.rows", "from mrl.nemo.gym.rows import gym_conversation"),
+        ("mrl.envs.scorer", "def f(name):\n    return f'mrl.nemo.gym.graders.{name}:make'"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str):
@@ -185,6 +188,7 @@ def test_a_forbidden_import_is_found(module: str, source: str):
         ("mrl.config.rules.checks", "from conversion.families import registry\nfrom mrl.env import ENV"),
         ("mrl.rooms", "MODULE = 'mrl.ops.launch'"),
         ("mrl.ops.launch", "import mrl.check\nimport mrl.ops.launchers.slurm"),
+        ("mrl.nemo.gym.servers", "from mrl.rollout.agents import AgentTask\nfrom mrl.data.fields import REQUEST"),
         ("mrl.algo.losses", "from . import advantages\nMESSAGE = 'see mrl.policy.step for why'"),
     ],
 )

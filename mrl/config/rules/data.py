@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mrl import rooms
 from mrl.config.errors import Problems, is_required
 from mrl.config.model import is_hub_id, way_to_prepare
-from mrl.config.rules.gym_servers import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset, names_of
 from mrl.config.schema.env import (
     BUILT_IN,
@@ -100,7 +100,7 @@ def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: s
 def check_environments(config: RunConfig, problems: Problems) -> None:
     """Checks that the environments of section `env`, and the one of `data.default.env_name`, exist."""
     section = config.env
-    check_gym(config, problems)
+    rooms.check_gym(config, problems)
     sections = {
         "own.functions": section.own.functions,
         "own.agents": section.own.agents,

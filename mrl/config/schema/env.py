@@ -11,7 +11,7 @@ from mrl.config.fields import AboveZero, Count, Finite, Port, Positive, Workers
 
 @dataclass
 class WorkersConfig:
-    """An environment and the children that score its rollouts. Its name is that of its key and module in `mrl.envs`."""
+    """An environment and the children that score its rollouts. Its name is that of its key and module."""
 
     server = ""
     """NeMo Gym's resource server that does the same; "" = that of the environment's name. No key."""
@@ -247,6 +247,8 @@ class EnvConfig:
         return tuple(dict.fromkeys(folders[1] for folders in parts if folders[0] in kinds and len(folders) > 1))
 
 
+GYM_PATH = "/gym/v1"
+"""Path of the gateway at which NeMo Gym's servers ask for the model."""
 GYM_TURNS = 6
 """Turns that NeMo Gym's agent of the workplace assistant takes at most."""
 

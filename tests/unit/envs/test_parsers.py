@@ -9,9 +9,10 @@ import pytest
 from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.generation import ServingChatConfig
 from mrl.config.schema.run import RunConfig
-from mrl.envs import math, mcqa, structured_outputs
+from mrl.envs import math
 from mrl.envs.scorer import parsers_of
 from mrl.envs.task import Task
+from mrl.nemo.gym.graders import mcqa, structured_outputs
 
 
 @pytest.mark.parametrize(

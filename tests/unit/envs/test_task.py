@@ -6,9 +6,9 @@ import json
 import pytest
 
 from mrl.config.texts import safe_text
-from mrl.envs import instruction_following, mcqa, structured_outputs, workplace_assistant
 from mrl.envs.own import make
 from mrl.envs.task import Task
+from mrl.nemo.gym.graders import instruction_following, mcqa, structured_outputs, workplace_assistant
 
 TEXTS = (
     "Line one.\r\nLine two.",

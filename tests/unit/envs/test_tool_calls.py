@@ -9,7 +9,7 @@ from mrl.config.schema.env import TOOL_PARSERS
 from mrl.data.turns import MARKUP
 from mrl.envs.task import RowFault, Task
 from mrl.envs.tool_calls import READERS, tool_calls
-from mrl.envs.workplace_assistant import make
+from mrl.nemo.gym.graders.workplace_assistant import make
 
 SEND = {"recipient": "ann@x.com", "subject": "Plan", "body": "Yes {really}"}
 FIND = {"name": "ann"}

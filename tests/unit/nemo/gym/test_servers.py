@@ -13,17 +13,17 @@ import httpx
 import numpy as np
 import pytest
 
+from mrl.nemo.gym import servers as gym_module
+from mrl.nemo.gym.servers import GymServers, gym_row, reply_of
 from mrl.rollout import agents as agents_module
-from mrl.rollout import gym as gym_module
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask
-from mrl.rollout.gym import GymServers, gym_row, reply_of
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentUnreached
 from mrl.rollout.turn_tree import SampledAnswer
 from mrl.types import Prompt, SamplingParams
+from tests.unit.nemo.gym.gym_server import GymForm
 from tests.unit.rollout.gateways import CONTEXT, RUN_KEY, SAMPLING, FakeEngine, Running
-from tests.unit.rollout.gym_server import GymForm
 from tests.waiting import HANG_S, SOON_S
 
 GYM_KEY = "the-key-of-gym"
@@ -48,6 +48,11 @@ def engine(running: Running) -> FakeEngine:
     return engine
 
 
+def servers_of(runner: AgentRunner) -> GymServers:
+    assert isinstance(runner.gym, GymServers)
+    return runner.gym
+
+
 @pytest.fixture(scope="module")
 def server(running: Running) -> GymForm:
     return GymForm(f"{running.url}/gym/v1", GYM_KEY)
@@ -64,7 +69,7 @@ def runner(running: Running, server: GymForm) -> Iterator[AgentRunner]:
     yield (runner := running.run(make()))
 
     async def end() -> None:
-        for agent in runner.gym._agents.values() if runner.gym is not None else ():
+        for agent in servers_of(runner)._agents.values():
             if agent._client is not None:
                 await agent._client.close()
 
@@ -230,10 +235,10 @@ def test_rows_wait_while_nobody_listens(
 ):
     """More often than a rollout's attempts: the head server, then the agent's, which the head server still names."""
     monkeypatch.setattr(gym_module, "RETRY_S", 0.0)
-    assert runner.gym is not None
+    servers = servers_of(runner)
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
-    refused, addresses = list[str](), runner.gym.addresses
+    refused, addresses = list[str](), servers.addresses
 
     async def moving(kind: str = "") -> dict[str, str]:
         if len(refused) < 8:

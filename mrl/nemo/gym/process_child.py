@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that starts NeMo Gym's servers, and leaves none of them behind.
 
-`python -m mrl.rollout.gym_child PROGRAM ARGUMENT...` detaches itself, and ends when the program does, or when its
+`python -m mrl.nemo.gym.process_child PROGRAM ARGUMENT...` detaches itself, and ends when the program does, or when its
 standard input is closed: when whoever started it is gone. All that the program has started ends with it, daemons of its
 Ray included.
 """

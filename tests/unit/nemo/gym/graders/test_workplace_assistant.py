@@ -6,7 +6,7 @@ import pytest
 
 from mrl.envs.task import Outcome, Task
 from mrl.envs.tool_calls import ToolCall, tool_calls
-from mrl.envs.workplace_assistant import TOOLS, Office, Record, Tables, ToolError, load_tables, make
+from mrl.nemo.gym.graders.workplace_assistant import TOOLS, Office, Record, Tables, ToolError, load_tables, make
 
 
 def email(number: int, sender: str, subject: str, day: int) -> Record:

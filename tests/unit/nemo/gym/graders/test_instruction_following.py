@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from mrl.envs.instruction_following import CHECKS, score
-from mrl.envs.languages import SCRIPTS, WORDS, detect
 from mrl.envs.task import RowFault, Task
+from mrl.nemo.gym.graders.instruction_following import CHECKS, score
+from mrl.nemo.gym.graders.languages import SCRIPTS, WORDS, detect
 
 # (instruction, arguments, a text that follows it, a text that does not)
 CASES = [

@@ -8,15 +8,13 @@ import shutil
 from urllib.parse import urlsplit
 
 from mrl.config.errors import Problems
-from mrl.config.schema.env import SERVERS, EnvConfig
+from mrl.config.schema.env import GYM_PATH, SERVERS, EnvConfig
 from mrl.config.schema.run import RunConfig
 
 PREFIX = "env.nemo_gym"
 COMPARED = "num_rollouts_per_prompt"
 NUM_COMPARED = 16
 """Its value in Gym's resources_servers/genrm_compare/configs/genrm_compare.yaml."""
-GYM_PATH = "/gym/v1"
-"""Path of the gateway at which NeMo Gym's servers ask for the model."""
 
 
 def served(config: EnvConfig) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 from mrl.config.errors import ConfigError, Problems
 from mrl.config.load import load_run
 from mrl.config.rules.data import check_environments, environment_names, is_agent, parts_at_work, route_of
-from mrl.config.rules.gym_servers import COMPARED, describe_routes
 from mrl.config.schema.env import EnvConfig, GymHeadConfig, NemoGymConfig, OwnEnvConfig
 from mrl.config.schema.run import RunConfig
+from mrl.nemo.gym.rules import COMPARED, describe_routes
 
 PATHS = [
     "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",

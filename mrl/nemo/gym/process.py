@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from mrl.config.rules.gym_servers import GYM_PATH
-from mrl.config.schema.env import NemoGymConfig
+from mrl.config.schema.env import GYM_PATH, NemoGymConfig
 from mrl.config.schema.judges import JudgeConfig
 from mrl.config.texts import rounded
+from mrl.nemo.gym.servers import GymServers
 from mrl.rollout.environment import variables_of_children
 from mrl.rollout.gateway import JUDGES, MODEL
-from mrl.rollout.gym import GymServers
 from mrl.rollout.remote import keep_running, until_readable
 
 RAY_GAVE_UP = b"timed out during startup"
@@ -164,7 +163,7 @@ class GymProcess:
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
                 # Isolated: the environment is for the servers.
-                [sys.executable, "-I", str(Path(__file__).with_name("gym_child.py")), *words],
+                [sys.executable, "-I", str(Path(__file__).with_name("process_child.py")), *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

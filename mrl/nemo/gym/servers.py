@@ -8,6 +8,7 @@ nemo_rl/environments/nemo_gym.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -23,14 +24,15 @@ from yarl import URL
 from conversion.files.reading import parse_json
 from mrl.config.files import read_yaml
 from mrl.config.texts import rounded
+from mrl.data.fields import REQUEST
 from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.agents import AgentTask, is_finite
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, open_client, read_answer
-from mrl.types import LARGEST_REWARD, SamplingParams
+from mrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-REQUEST = "responses_create_params"
 NO_RECEIPT = "untrained_tokens_no_receipt"
 """Metric: tokens that came back in a rollout and were not sampled for it."""
 FAILURE = "_ng_failure_class"
@@ -58,6 +60,15 @@ class GymServers:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the head server is asked: once for all rows that wait."""
     _warn_at: float = 0.0
+
+    async def answer(
+        self, task: AgentTask, session: AgentSession, receipts: Receipts, *, group: int, deadline_s: float
+    ) -> Json:
+        """A rollout's answer, as `reply_of`. Errors as those of `run`."""
+        with receipts.rollout(task.sampling):
+            row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=group)
+            result = await self.run(task.prompt.env_name, row, deadline_s=deadline_s)
+            return reply_of(result, session, receipts, row)
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
         """An agent's answer to a row; waits while none listens. Errors as `RemoteAgent.ask`; RuntimeError: no agent."""
@@ -223,11 +234,6 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts, row: Json)
     is_masked = isinstance(instance, Mapping) and instance.get("mask_sample") is True
     metrics = numbers | ({NO_RECEIPT: num_unknown} if num_unknown else {})
     return {"reward": reward, "components": components, "mask": is_masked, "metrics": metrics}
-
-
-def is_finite(value: object) -> bool:
-    """Tells whether a value is a number that a reward can be."""
-    return isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD
 
 
 def _note(item: object, session: AgentSession) -> None:

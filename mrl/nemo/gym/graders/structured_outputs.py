@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `structured_outputs`."""
-    return built_in("structured_outputs", config.structured_outputs, "schema_str", "schema_type", "response_mode")
+    return built_in(__name__, config.structured_outputs, "schema_str", "schema_type", "response_mode")
 
 
 def make() -> Score:

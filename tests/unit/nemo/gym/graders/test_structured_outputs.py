@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from mrl.envs.structured_outputs import score, strict
 from mrl.envs.task import Task
+from mrl.nemo.gym.graders.structured_outputs import score, strict
 
 SCHEMA = {
     "type": "object",

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from mrl.envs.languages import detect
-from mrl.envs.sentences import ruled_sentences, sentences, tokens
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
+from mrl.nemo.gym.graders.languages import detect
+from mrl.nemo.gym.graders.sentences import ruled_sentences, sentences, tokens
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def environment(config: EnvConfig) -> Environment:
     """Declares `instruction_following`."""
     fields = ("instruction_id_list", "kwargs", "grading_mode", "verifier_metadata")
-    return built_in("instruction_following", config.instruction_following, *fields)
+    return built_in(__name__, config.instruction_following, *fields)
 
 
 def make() -> Score:
@@ -52,7 +52,9 @@ def score(task: Task) -> Outcome:
             f"the row has {len(names)} instructions and {len(given)} kwargs; they must be as many, and at least one"
         )
     if unknown := [name for name in names if name not in CHECKS]:
-        raise RowFault(f"no instruction {', '.join(map(str, unknown))} is known (mrl/envs/instruction_following.py)")
+        raise RowFault(
+            f"no instruction {', '.join(map(str, unknown))} is known (mrl/nemo/gym/graders/instruction_following.py)"
+        )
     if mode not in ("binary", "fraction"):
         raise RowFault(f"grading_mode {mode!r} is neither binary nor fraction")
     broken = []

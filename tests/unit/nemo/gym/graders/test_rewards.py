@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.envs.sentences import ruled_sentences, sentences, tokens
+from mrl.nemo.gym.graders.sentences import ruled_sentences, sentences, tokens
 from scripts.bench.gym_rewards import Answer, answers, reward
 
 TABLES = {

@@ -103,8 +103,8 @@ class Office:
             unknown += [f"{name}.{key}" for row in tables[name] for key in row if key not in FIELDS[name]]
         if unknown:
             raise ValueError(
-                f"tables of the office are {', '.join(FIELDS)}, with fields as in mrl/envs/workplace_assistant.py; "
-                f"not {unknown[:5]}"
+                f"tables of the office are {', '.join(FIELDS)}, with fields as in "
+                f"mrl/nemo/gym/graders/workplace_assistant.py; not {unknown[:5]}"
             )
         return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS})
 
@@ -367,7 +367,7 @@ def environment(config: EnvConfig) -> Environment:
     """Declares `workplace_assistant`."""
     section = config.workplace_assistant
     path = None if section.tables_path is None else os.path.abspath(section.tables_path)
-    return built_in("workplace_assistant", section, "ground_truth", "tables", "tools", tables_path=path)
+    return built_in(__name__, section, "ground_truth", "tables", "tools", tables_path=path)
 
 
 def make(tables_path: str | None) -> Score:

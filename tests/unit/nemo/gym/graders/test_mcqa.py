@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from mrl.envs.mcqa import score
 from mrl.envs.task import Task
+from mrl.nemo.gym.graders.mcqa import score
 
 PLAIN = '{"expected_answer": "B"}'
 """A row without options, which no server of NeMo Gym could grade."""

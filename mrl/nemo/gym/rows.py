@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
-from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_text, message_of, plain_text, said
+from mrl.data.fields import (
+    LEADING,
+    REQUEST,
+    ROLES,
+    Fields,
+    Message,
+    RowError,
+    calls_of,
+    content_text,
+    message_of,
+    plain_text,
+    said,
+)
 from mrl.data.tools import schema_as_written
 
-REQUEST = "responses_create_params"
-"""Key of the request in a row."""
 KEYS = ("role", "tool_calls", "tool_call_id")
 """Fields of a message that a template sees besides its content."""
 ORDER = ("name", "description", "parameters")
 """Fields of a function, as templates get them from Gym."""
-LEADING = ("system", "developer")
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
@@ -94,12 +103,3 @@ def _gym_message(entry: object, name: str) -> Message:
     if role == "assistant" and not message["content"]:
         message["content"] = None
     return message
-
-
-def agent_of(fields: Fields) -> str | None:
-    """`agent_ref.name` of a row, if it has one. RowError: it is no string."""
-    agent = fields.get("agent_ref")
-    name = agent.get("name") if isinstance(agent, dict) else None
-    if name is not None and not isinstance(name, str):
-        raise RowError("agent_ref.name must be a string")
-    return name
