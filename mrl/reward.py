@@ -2,8 +2,8 @@
 """`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
 
 It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged
-twice, by its own answer and by an empty text. What the function prints stands above the table; tracebacks stand below
-it, one of each kind.
+twice, by its own answer and by an empty text. What the function prints stands above the table; below it stand the
+reasons why replies have no reward, each kind once with its count and its first traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 NAME = "reward"
 MAX_ROWS = 100
 MAX_CELL_CHARACTERS = 48
+NEWS_S = 5.0
+"""After this time without other news, a line says at which row the function works."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {error}\n")
-    verdicts = asyncio.run(_judge([task for _, task in named], config))
+    verdicts = asyncio.run(_judge(named, config))
     sys.stdout.flush()
     print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))
     for line in idle:
@@ -154,12 +157,24 @@ def _replies(file: Path) -> list[str]:
     return found
 
 
-async def _judge(tasks: Sequence[Task], config: RunConfig) -> list[Verdict]:
+async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[Verdict]:
     from mrl.envs.scorer import start_environment
 
-    pool = await start_environment(NAME, config.env, num_workers=1)
+    pool, begin = await start_environment(NAME, config.env, num_workers=1), time.monotonic()
+    jobs = [pool.submit(task) for _, task in named]
     try:
-        return list(await asyncio.gather(*(pool.submit(task).verdict for task in tasks)))
+        while missing := [place for place, job in enumerate(jobs) if not job.verdict.done()]:
+            await asyncio.wait([jobs[place].verdict for place in missing], timeout=NEWS_S)
+            begun = [named[place][0] for place in missing if jobs[place].begun_at and not jobs[place].verdict.done()]
+            if begun and time.monotonic() > begin + NEWS_S:
+                begin = time.monotonic()
+                num_judged = sum(job.verdict.done() for job in jobs)
+                print(
+                    f"mrl.reward: {num_judged} of {len(jobs)} replies are judged, the function works at {begun[0]}; "
+                    f"env.own.timeout_s={config.env.own.timeout_s:g} ends each",
+                    file=sys.stderr,
+                )
+        return [job.verdict.result() for job in jobs]
     finally:
         pool.close()
 
@@ -175,7 +190,7 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
             **{name: f"{value:g}" for name, value in {**verdict.components, **verdict.metrics}.items()},
         }
         reward = f"{verdict.reward:g}" if verdict.has_reward else "-"
-        said = verdict.reason or ("mask_sample" if "mask_sample" in verdict.flags else verdict.status)
+        said = "mask_sample" if "mask_sample" in verdict.flags else verdict.status
         cells = [
             row_id,
             task.text or "(empty)",
@@ -186,8 +201,14 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
         table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
     rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
     lines = [*aligned(table), ""]
-    for trace in {verdict.trace_kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
-        lines += [trace, ""]
+    kinds: dict[str, list[tuple[str, Verdict]]] = {}
+    for row_id, _, verdict in judged:
+        if verdict.reason:
+            kinds.setdefault(verdict.trace_kind, []).append((row_id, verdict))
+    for alike in kinds.values():
+        first, verdict = alike[0]
+        lines.append(f"{len(alike)} of {len(judged)} replies, first of {first}: {verdict.reason}")
+        lines += [verdict.trace, ""] if verdict.trace else [""]
     if rewards:
         lines.append(
             f"{len(rewards)} rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):g}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mrl.inputs import look_at_data
 from mrl.reward import main
 
 MODULE = """
+import os, time
 def judge(response, answer, level=1, log_extra=None):
     print("judging", response)
     log_extra("first", response[:1])
@@ -37,6 +39,11 @@ def by_default(response, gold_value=None):
 
 def by_all(response, **others):
     return float(response == str(others["gold_value"]))
+
+def waits(response):
+    while not os.path.exists(os.path.join(os.path.dirname(__file__), "heard")):
+        time.sleep(0.01)
+    return 1.0
 
 def lengthy(response):
     return len(response)
@@ -80,13 +87,36 @@ def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest
     assert run(folder, "deep", "--replies", "replies.jsonl") == 1
     said = capfd.readouterr().out
     file = folder / f"{folder.name}_mine.py"
-    assert f"KeyError: '4' ({file}:{DEEP_LINE})" in said and f"KeyError: 'four' ({file}:{DEEP_LINE})" in said
+    # The rows fail at one line, each with its own text: one kind, told once, with its count.
+    assert f"2 of 2 replies, first of rows:1: KeyError: '4' ({file}:{DEEP_LINE})" in said
+    assert said.count("KeyError: ") == 2 and "'four'" not in said
     assert (
         said.count("Traceback:") == 1
         and f'File "{file}", line {DEEP_LINE}, in inner' in said
         and "mrl/envs" not in said
     )
     assert "2 of 2 replies have no reward" in said
+
+
+def test_a_function_that_blocks_is_told_while_it_blocks(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The function waits for a file, which the test writes once the line is there."""
+    monkeypatch.setattr("mrl.reward.NEWS_S", 0.01)
+    heard, told = Path("heard"), list[str]()
+
+    class Told(io.StringIO):
+        def write(self, text: str) -> int:
+            told.append(text)
+            heard.touch()
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Told())
+    assert run(folder, "waits", "env.own.timeout_s=600") == 0
+    said = "".join(told)
+    assert (
+        "mrl.reward: 0 of 4 replies are judged, the function works at rows:1; env.own.timeout_s=600 ends each" in said
+    )
 
 
 def test_parameters_that_keep_their_defaults_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):
