@@ -34,7 +34,8 @@ from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.hardware import GPUS, Gpu, full_name, local_gpu, local_memory
 from mrl.plan.plan import prediction
-from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run
+from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, checkpoints_text, find_lost_run
+from mrl.store.marks import STEP_FOLDER
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -279,13 +280,16 @@ def check_run(
     secrets = set() if secrets is None else secrets
     checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
     if as_json:
-        found = {"problems": [problem.as_json() for problem in checked.problems], "warnings": list(checked.doubts)}
+        found = {
+            "problems": [problem.as_json() for problem in checked.problems],
+            "warnings": [*checked.migration.idle_overrides(), *checked.doubts],
+        }
         sys.stdout.write(json.dumps(redact(found, secrets), indent=1) + "\n")
     return tell(checked, to_evaluate=to_evaluate, strict=strict)
 
 
 def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -> int:
-    """Logs the findings of a check, and returns the exit code."""
+    """Logs the findings of a check, what is refused last, and returns the exit code."""
     groups: dict[str, Sequence[Problem | str]] = {}
     if checked.path is not None:
         described = [] if checked.config is None else describe_run(checked.config, to_evaluate=to_evaluate)
@@ -294,16 +298,16 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
     config = checked.config
     if config is not None and not to_evaluate and (changes := _known(lambda: _changes(config), [])):
         groups[f"Changed since the last attempt: {len(changes)}"] = changes
-    if checked.doubts:
-        groups[f"Warnings: {len(checked.doubts)}"] = checked.doubts
+    if (different := checked.migration.differences()) is not None:
+        groups[f"Behaves differently from NeMo RL: {len(different)}"] = different
+    if warnings := [*checked.migration.idle_overrides(), *checked.doubts]:
+        groups[f"Warnings: {len(warnings)}"] = warnings
+    if checked.config is not None:
+        groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN, *checked.unknown_models]
     groups[f"To be provided: {len(checked.provided)}"] = checked.provided
     groups[f"Not checked: {len(checked.unchecked)}"] = checked.unchecked
     limits = ", as far as it could be checked" if checked.unchecked else ""
     groups[f"Refused: {len(checked.refused)}{limits}"] = checked.refused
-    if checked.config is not None:
-        groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN, *checked.unknown_models]
-    if (different := checked.migration.differences()) is not None:
-        groups[f"Behaves differently from NeMo RL: {len(different)}"] = different
     for title, lines in groups.items():
         logger.info("%s", title)
         for line in "\n".join(map(str, lines)).splitlines():
@@ -358,6 +362,8 @@ def find_target(name: str, config: str | None) -> Target:
     """
     folder = Path(name)
     if not folder.is_dir():
+        if STEP_FOLDER.fullmatch(folder.name) and (folder.parent / RUN_CONFIG).is_file():
+            raise ValueError(f"{name}: no such checkpoint; {checkpoints_text(folder.parent)}")
         return Target(name, Path(name).stem)
     if (folder / "config.json").is_file():
         if config is None:

@@ -26,6 +26,7 @@ from mrl import env
 from mrl.config.model import model_folder
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned
+from mrl.store.checkpoints import RUN_CONFIG, checkpoints_text
 from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ def _run(options: argparse.Namespace) -> int:
             faults_against_manifest(options.folder),
             f"{options.folder} is what its manifest says: every file and every tensor",
         )
+    if options.command in (_ADAPTERS, _TO_HF) and (options.mcore / RUN_CONFIG).is_file():
+        raise ValueError(f"--mcore {options.mcore} is a run folder; {checkpoints_text(options.mcore)}")
     started = time.monotonic()
     progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)
     if options.command == _ADAPTERS:

@@ -85,8 +85,8 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
         yield replace(target, model=exported.absolute()).model_overrides()
 
 
-def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Logs the scores and writes them to a file."""
+def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup], *, model: str) -> None:
+    """Logs the scores and writes them to a file, with the name by which the user knows the `model`."""
     k, metric = config.eval.k_value, config.eval.metric.replace("k", str(config.eval.k_value))
     scores = scores_by_environment(groups, k=k)
     if metric not in scores[ALL]:
@@ -96,7 +96,7 @@ def report(config: RunConfig, path: Path, groups: Sequence[RolloutGroup]) -> Non
     if note := note_on_rewards(groups):
         logger.info("%s", note)
     described: dict[str, object] = {
-        "model": config.policy.model_name,
+        "model": model,
         "metric": metric,
         "k": k,
         "seed": config.eval.seed,
@@ -123,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = Path(config.evaluation_folder).absolute()
             log_folder = folder / "logs"
             log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            report(config, folder / f"{target.name}.json", evaluate(config, data, log_folder=log_folder))
+            asked = str(target.checkpoint.resolve()) if target.checkpoint is not None else config.policy.model_name
+            groups = evaluate(config, data, log_folder=log_folder)
+            report(config, folder / f"{target.name}.json", groups, model=asked)
     except ValueError as error:
         logger.error("%s", error)
         return 2

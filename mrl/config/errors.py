@@ -19,6 +19,8 @@ Kind = Literal["refused", "to be provided", "not checked"]
 
 REDACTED = "<redacted>"
 COMMAND_LINE = "command line"
+FROM = ", from "
+"""Stands in the origin of a setting before the key that the user wrote, where that is another one."""
 
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
@@ -55,7 +57,7 @@ class Problem:
 
     def __str__(self) -> str:
         value = "" if self.value is None else f"={self.value}"
-        origin = f" ({self.origin})" if self.says_origin and self.origin else ""
+        origin = f" ({self.origin})" if self.origin and (self.says_origin or FROM in self.origin) else ""
         is_named = not self.key or self.rule.startswith(f"{self.key} ")
         start = "" if is_named else f"{self.key}{value}{origin}: "
         others = [other.sentence if other.key == self.key else str(other) for other in self.also]

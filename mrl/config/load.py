@@ -16,7 +16,7 @@ import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
 from conversion.files.reading import read_file
-from mrl.config.errors import ConfigError, NotKnown, Problem, told, value_at
+from mrl.config.errors import FROM, ConfigError, NotKnown, Problem, told, value_at
 from mrl.config.files import (
     Setting,
     Settings,
@@ -161,7 +161,10 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     read = translate_settings(part, elsewhere, secrets, sections)
     config, found = read_config(Tree(read.beside | read.settings, secrets), read.settings, read.misplaced)
     if config is not None:
-        origins = {".".join(key): setting.origin for key, setting in read.settings.items()}
+        origins = {
+            ".".join(key): setting.origin + (f"{FROM}{setting.written_as}" if setting.written_as else "")
+            for key, setting in read.settings.items()
+        }
         config.facts = Facts(frozenset(secrets), origins)
         config = _serving_agents(config)
     return config, read, [*read.problems, *found, *read.refused]

@@ -17,6 +17,9 @@ from mrl.config.texts import counted
 
 logger = logging.getLogger(__name__)
 
+NUM_NAMED = 8
+"""Keys of a section that a line names; a section of NeMo Gym's servers may have a hundred."""
+
 Note = tuple[Key, Setting, str]
 
 
@@ -33,15 +36,22 @@ class Migration:
 
     def sections(self) -> dict[str, list[str]]:
         """Groups the lines by the fate of the keys, without empty groups."""
-        found = {"renamed": self.renamed, "translated": self.translated, "without effect": _lines(self.without_effect)}
+        others = [note for note in self.without_effect if not _is_override(note)]
+        found = {"renamed": self.renamed, "translated": self.translated, "without effect": _lines(others)}
         return {title: lines for title, lines in found.items() if lines}
+
+    def idle_overrides(self) -> list[str]:
+        """The overrides of the command line that change nothing, and why: whoever wrote them expects something."""
+        return [f"{line}; it has no effect" for line in _lines(filter(_is_override, self.without_effect))]
 
     def differences(self) -> list[str] | None:
         """The lines of `different`; None for a config without any key of NeMo RL's alone."""
-        return _lines(self.different) if self.different or self.sections() else None
+        return _lines(self.different) if self.different or self.without_effect or self.sections() else None
 
     def log(self) -> None:
-        """Logs differing keys line by line, and the numbers of all others in one line."""
+        """Logs differing keys and idle overrides line by line, and the numbers of all others in one line."""
+        for line in self.idle_overrides():
+            logger.warning("Config: %s", line)
         for line in self.differences() or ():
             logger.info("Config: other than in NeMo RL: %s", line)
         if found := {title: len(lines) for title, lines in self.sections().items()}:
@@ -49,18 +59,24 @@ class Migration:
             logger.info("Config: NeMo RL's keys: %s; `--check` lists them", counts)
 
 
+def _is_override(note: Note) -> bool:
+    return note[1].origin == COMMAND_LINE
+
+
 def _lines(notes: Iterable[Note]) -> list[str]:
     """A line for each note; one for all of a section with one reason."""
     groups: dict[object, list[Note]] = {}
     for key, setting, reason in notes:
-        group = key if setting.origin == COMMAND_LINE else (key[:2] if len(key) > 2 else key[:1], reason)
-        groups.setdefault(group, []).append((key, setting, reason))
+        note = (key, setting, reason)
+        group = key if _is_override(note) else (key[:2] if len(key) > 2 else key[:1], reason)
+        groups.setdefault(group, []).append(note)
     lines = []
     for members in groups.values():
         key, setting, reason = members[0]
-        shared = (
-            f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
-        )
+        common = os.path.commonprefix([other[:-1] for other, _, _ in members])
+        names = [".".join(other[len(common) :]) for other, _, _ in members]
+        listed = ", ".join(names[:NUM_NAMED]) + (" ..." if len(names) > NUM_NAMED else "")
+        shared = f"{'.'.join(common)}: {counted(len(members), 'key')} ({listed})"
         lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
     return lines
 

@@ -271,6 +271,12 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
 
 
+def checkpoints_text(folder: Path) -> str:
+    """A line that names the checkpoints of a run folder, to choose from."""
+    names = ", ".join(str(found.folder) for found in checkpoints_in(folder))
+    return f"give one of its checkpoints: {names}" if names else f"{folder} has no checkpoint yet"
+
+
 def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
     """The reason not to begin in a folder: it had checkpoints, none before `before` is whole; "" if all is well.
 

@@ -283,7 +283,10 @@ def test_an_evaluation_is_told_of_what_it_asks_alone(capsys: pytest.CaptureFixtu
     assert evaluate.main(words) == 2
     output = capsys.readouterr().out
     (refused,) = lines_of(output, "Refused: 1")
-    assert refused.startswith("data.validation.dataset_name=math1000: no such data set is known; use one of AIME2024, ")
+    assert refused.startswith(
+        "data.validation.dataset_name=math1000 (command line, from data.dataset_name): no such data set is known; "
+        "use one of AIME2024, "
+    )
     assert ", math, math500, " in refused and "Preference" not in refused and "tulu3" not in refused
     assert ", without a trainer, " in output and "trainer's slots" not in output
     assert "data.train" not in output and "the rows of ," not in output
@@ -312,7 +315,12 @@ def test_keys_of_one_section_with_one_reason_are_one_line(said, workplace: Path)
     (workplace / "own.yaml").write_text(f"defaults: {NEMO_RL / 'grpo_math_1B.yaml'}\n{section}")
     _, output = said("own.yaml")
     (line,) = (line for line in output.splitlines() if line.strip().startswith("data_plane"))
-    assert line.startswith("  data_plane: ") and " keys: rollouts stay where they were made" in line
+    assert (
+        line.startswith("  data_plane: ")
+        and " keys (" in line
+        and "backend" in line
+        and "): rollouts stay where they were made" in line
+    )
 
 
 def test_the_report_says_what_became_of_each_key(said):
@@ -388,19 +396,38 @@ DTENSOR = ("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false
         (("async_rl.sampler.name=windowed", "async_rl.sampler.sample_freshest_first=true"), []),
     ],
 )
-def test_the_last_block_has_what_nemo_rl_does_otherwise_alone(said, overrides: tuple[str, ...], keys: list[str]):
+def test_a_block_has_what_nemo_rl_does_otherwise_alone(said, overrides: tuple[str, ...], keys: list[str]):
     _, output = said("grpo_tiny.yaml", *(f"++{word}" for word in overrides))
-    _, found, block = output.partition(f"Behaves differently from NeMo RL: {len(keys)}\n")
-    assert found and [line.strip().partition(" (command line): ")[0] for line in block.splitlines()] == keys
+    block = lines_of(output, f"Behaves differently from NeMo RL: {len(keys)}")
+    assert [line.partition(" (command line): ")[0] for line in block] == keys
 
 
 def test_a_config_without_a_word_of_nemo_rls_is_not_compared_with_it(said):
     assert "NeMo RL" not in said("grpo_tiny.yaml")[1]
 
 
+def test_what_is_refused_comes_last_by_the_key_that_was_written(said):
+    words = ("++policy.dtensor_cfg.enabled=true", "++policy.dtensor_cfg.tensor_parallel_size=3")
+    code, output = said("grpo_tiny.yaml", *words)
+    *_, title, line = output.rstrip().splitlines()
+    assert code == 2 and title.startswith("Refused: 1")
+    key = "policy.megatron_cfg.tensor_model_parallel_size=3"
+    assert line.startswith(f"  {key} (command line, from policy.dtensor_cfg.tensor_parallel_size): the 4 slots ")
+    assert said("grpo_tiny.yaml")[1].rstrip().splitlines()[-1].startswith("Refused: 0")
+
+
+def test_an_override_without_effect_is_a_warning_of_its_own(said):
+    _, output = said(str(NEMO_RL / "grpo_math_8B.yaml"), "policy.generation_batch_size=8")
+    assert any(
+        line.startswith("policy.generation_batch_size=8 (command line): ") and line.endswith("; it has no effect")
+        for line in lines_of(output, "Warnings: ")
+    )
+    assert output.count("policy.generation_batch_size=8 ") == 1
+
+
 def test_the_last_line_names_models_that_nobody_looked_at(said, workplace: Path):
     _, output = said("grpo_tiny.yaml", f"policy.model_name={workplace}/nowhere")
-    last = output.rstrip().splitlines()[-1].strip()
+    last = lines_of(output, "Not looked at:")[-1]
     assert last.startswith("the model: no config.json of policy.model_name=") and "nowhere is here" in last
     _, output = said("grpo_tiny.yaml")
     assert "the model: " not in output

@@ -75,6 +75,15 @@ def test_a_checkpoint_has_the_layout_that_loaders_look_for(mcore_folder: Path):
     }
 
 
+def test_a_run_folder_is_refused_with_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
+    (tmp_path / "step_3").mkdir()
+    for command in ("mcore-to-hf", "adapters"):
+        assert main([command, "--mcore", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = f"--mcore {tmp_path} is a run folder; give one of its checkpoints: {tmp_path / 'step_3'}"
+    assert capsys.readouterr().out.splitlines() == [said, said]
+
+
 @pytest.mark.parametrize("inside", ["", "policy/weights", "policy/weights/iter_0000000"])
 def test_there_and_back_is_bit_identical(hf_folder: Path, mcore_folder: Path, tmp_path: Path, inside: str):
     step = as_step(mcore_folder, tmp_path / "step_3")

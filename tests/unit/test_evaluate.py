@@ -37,6 +37,12 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_the_one_that_is_named
     assert find_target(str(first), "other.yaml").config == "other.yaml"
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path):
+    first = checkpoint(tmp_path / "run", 9)
+    with pytest.raises(ValueError, match=f"step_99: no such checkpoint; give one of its checkpoints: {first}"):
+        find_target(str(tmp_path / "run" / "step_99"), None)
+
+
 def test_no_trainer_has_to_fit_for_an_evaluation():
     overrides = [f"policy.megatron_cfg.{name}_model_parallel_size=3" for name in ("tensor", "pipeline", "expert")]
     assert len(find_problems(load_run("grpo_tiny.yaml", overrides)[0])) > len(

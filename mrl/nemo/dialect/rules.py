@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from mrl.config.errors import COMMAND_LINE, Problem, spell
+from mrl.config.errors import COMMAND_LINE, FROM, Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
 from mrl.config.migration import Note
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
@@ -152,7 +152,7 @@ class Translation:
 
     def set(self, source: str, setting: Setting, target: str, value: object) -> None:
         """Sets `target` because of `source`, without a line of its own."""
-        self.settings[split_key(self.name(target))] = Setting(value, f"{setting.origin}, from {self.name(source)}")
+        self.settings[split_key(self.name(target))] = Setting(value, f"{setting.origin}{FROM}{self.name(source)}")
 
     def put(self, source: str, setting: Setting, target: str, value: object) -> None:
         """Sets `target` because of `source`, and reports it."""

@@ -37,7 +37,10 @@ class Window:
 
 
 def list_windows(run: Path) -> dict[int, Window]:
-    """The steps that were recorded, each in its last attempt, by number. `START` is the newest attempt's."""
+    """The steps that were recorded, each in its last attempt, by number. `START` is the newest start of processes.
+
+    An attempt that has only found the run complete starts none.
+    """
     found: dict[int, Window] = {}
     for driver in sorted((run / "logs").glob(f"exp_*/actors/driver{SUFFIX}")):
         data = _read(driver)
@@ -50,7 +53,8 @@ def list_windows(run: Path) -> dict[int, Window]:
         ]
         end = max(map(_end, (*ended[-1:], *last)), default=0)
         ends = [*(begin for begin, _ in steps[1:]), end]
-        if begin < (first := steps[0][0] if steps else end):
+        has_started = steps or any(paths for kind, paths in _files(driver.parent).items() if kind != KINDS[0])
+        if (has_started or START not in found) and begin < (first := steps[0][0] if steps else end):
             found[START] = Window(START, begin, first, driver.parent)
         found |= {
             step: Window(step, begin, end, driver.parent) for (begin, step), end in zip(steps, ends, strict=False)

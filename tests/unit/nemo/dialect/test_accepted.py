@@ -121,7 +121,7 @@ DIFFERENT = [
 def test_what_has_no_effect_is_reported(load: Callable[..., tuple[RunConfig, Migration]], override: str):
     config, migration = load(override)
     assert config == load()[0]
-    (line,) = migration.sections()["without effect"]
+    (line,) = migration.idle_overrides()
     assert line.startswith(f"{override} (command line): ") and migration.differences() == []
 
 
@@ -132,7 +132,7 @@ def test_what_is_done_otherwise_with_checkpoints_is_no_difference_without_any(
     assert load(override)[1].differences() != []
     migration = load(override, "checkpointing.enabled=false")[1]
     assert migration.differences() == []
-    assert [line.partition(" ")[0] for line in migration.sections()["without effect"]] == [override]
+    assert [line.partition(" ")[0] for line in migration.idle_overrides()] == [override]
 
 
 @pytest.mark.parametrize("override", DIFFERENT)

@@ -62,6 +62,14 @@ def test_a_step_that_ran_again_has_its_last_attempt(tmp_path: Path):
     assert windows[3].end - windows[3].begin == 2_000_000
 
 
+def test_the_start_is_that_of_the_run_also_after_an_attempt_that_found_it_complete(tmp_path: Path):
+    write_all_spans(tmp_path, num_steps=2)
+    write_spans(tmp_path, "driver", [event("import", 100, 2.0)], attempt=2)
+    assert list_windows(tmp_path)[0].folder.parent.name == "exp_001"
+    write_spans(tmp_path, "policy-rank-0", [event("load", 101, 2.0)], attempt=2)
+    assert list_windows(tmp_path)[0].folder.parent.name == "exp_002"
+
+
 def test_a_long_file_is_read_where_the_step_is(tmp_path: Path):
     """The same spans as from a file that is read whole, though each step is a thousandth of it."""
     write_all_spans(tmp_path, num_steps=2_000)
