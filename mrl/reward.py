@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
+"""`python -m mrl.reward MODULE:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
 
 It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged
 twice, by its own answer and by an empty text. What the function prints stands above the table; below it stand the
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mrl.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="or package.module:name")
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="as in env.own.functions; or FILE.py:FUNCTION")
     parser.add_argument(
         "rows", type=Path, metavar="ROWS.jsonl", help=f"rows as in training; the first {MAX_ROWS} are judged"
     )
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             find_fitting(path, REWARD)
         except ValueError as error:
-            raise ValueError(f"{options.function}: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
         data = [
             f"data.train.data_path={json.dumps(str(options.rows))}",
             "data.validation=null",

@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config.errors import COMMAND_LINE, ConfigError, Problem, told
 from mrl.config.files import Settings, flatten, one_line, overlay, rename, split_key, two_names
+from mrl.config.known import nearest_key
+from mrl.config.schema.keys import KEYS
 from mrl.rooms import renamed_keys
 
 MAX_CHARACTERS = 10_000
@@ -34,6 +36,9 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> list[Proble
     """
     problems: list[Problem] = []
     for override in overrides:
+        if problem := _slip(override, overrides):
+            problems.append(told(problem, "override"))
+            continue
         problem = None
         try:
             problem = _apply(settings, override)
@@ -47,6 +52,17 @@ def apply_overrides(settings: Settings, overrides: Sequence[str]) -> list[Proble
         if problem is not None:
             problems.append(told(problem, "override") if isinstance(problem, str) else problem)
     return problems
+
+
+def _slip(override: str, overrides: Sequence[str]) -> str | None:
+    """Says what a word lacks that was meant as an override and is none by itself; None: Hydra's parser may read it."""
+    name, sign, value = override.partition("=")
+    if sign and name and name[-1].isspace():
+        return f"override {override}: spaces before =; write {name.strip()}={value.strip()}"
+    if not sign and override and not override.startswith("~"):
+        lone = ", without spaces around =" if any(other.startswith("=") for other in overrides) else ""
+        return f"override {override}: it has no value; {FORMS}{lone}"
+    return None
 
 
 def quoted(value: object) -> str:
@@ -75,7 +91,11 @@ def _apply(settings: Settings, override: str) -> Problem | str | None:
     below = [other for other in settings if other[: len(key)] == key]
     if parsed.is_delete():
         if not below:
-            return f"override {override}: no config file sets {name}, so there is nothing to remove; drop the override"
+            near = None if ".".join(key) in KEYS else nearest_key(key)
+            problem = (
+                f"override {override}: no config file sets {name}, so there is nothing to remove; drop the override"
+            )
+            return f"{problem}; the nearest key is {near}" if near else problem
         has_other = "=" in override and [settings[other].value for other in below] != [value]
         if has_other and [settings[other].text for other in below] != [_text(override)]:
             return f"override {override}: {name} has another value; write ~{name} to remove it whatever it is"

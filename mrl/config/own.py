@@ -164,6 +164,9 @@ def find(path: str) -> Callable[..., object]:
         sys.path.append(os.getcwd())
     if "://" in path:
         raise ValueError("is an address; write package.module:name, or env.remote.NAME=URL for an agent that listens")
+    file, _, name = path.rpartition(":")
+    if file.endswith(".py"):
+        raise ValueError(f"names a file; write its module, {Path(file).stem}:{name}, in whose folder the run starts")
     try:
         found = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module runs the user's code

@@ -126,13 +126,13 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         return FAILED
     code, said = end_of(train, training, folder, budget)
     folder.note_end(code, redact_text(said, options.secrets))
-    if said:
+    if code != DONE:
         logger.log(logging.INFO if code == ENDED_EARLY else logging.ERROR, "%s", said)
     return code
 
 
 def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> tuple[int, str]:
-    """Runs an attempt; returns its exit code, and how it ended, unless all steps are done."""
+    """Runs an attempt; returns its exit code, and how it ended."""
     actors = folder.log_folder / "actors"
     try:
         with folder:
@@ -153,4 +153,8 @@ def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget
         reason = reason_of(error)
         reason += f"; {advice}" if advice and advice not in reason else ""
         return FAILED, f"The attempt ended: {reason}. Traceback ({TRACEBACK}) and logs of the actors: {actors}"
-    return (DONE, "") if is_done else (ENDED_EARLY, "Ended before the last step; the same command goes on")
+    return (
+        (DONE, "The run is complete")
+        if is_done
+        else (ENDED_EARLY, "Ended before the last step; the same command goes on")
+    )

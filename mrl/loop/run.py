@@ -133,7 +133,7 @@ class Run(Generic[S_co]):
     def begin(self, checkpoint: Checkpoint | None) -> RunState:
         """Resumes, and validates a run without steps. From here a signal is for the run, which saves its last step."""
         state = self.resume(checkpoint)
-        self.budget.begin(saves=self.config.checkpointing.enabled)
+        self.budget.begin(saves=self.config.checkpointing.enabled, has_steps=checkpoint is not None)
         if state.step == 0 and self.config.training.val_at_start and (metrics := self.supplier.validate(state)):
             state.metrics = metrics
             self.folder.log_metrics(0, metrics)
@@ -338,6 +338,12 @@ def is_save_step(section: CheckpointingConfig, step: int) -> bool:
     return is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0)
 
 
+_ENDING = {
+    True: "the run saves a checkpoint and ends",
+    False: "the run ends, and saves nothing (checkpointing.enabled)",
+}
+
+
 class Budget:
     """Decides whether the run may make another step: until its time is over, or a signal asks it to save and end."""
 
@@ -347,20 +353,27 @@ class Budget:
         self._started = started
         self._first_step_began = time.monotonic()
         self._num_steps = 0
+        self._saves: bool | None = None
         self._listener = listener
 
-    def begin(self, *, saves: bool) -> None:
-        """Marks when everything is up and the first step begins. From then on a signal ends the run only at `check`."""
+    def begin(self, *, saves: bool, has_steps: bool) -> None:
+        """Marks when everything is up and the first step begins. From then on a signal ends the run only at `check`.
+
+        Before a run `has_steps`, there is nothing to save.
+        """
         self._first_step_began = time.monotonic()
+        self._saves = saves
         self._listener.hold(
-            "the run saves a checkpoint and ends"
-            if saves
-            else "the run ends, and saves nothing (checkpointing.enabled)"
+            _ENDING[saves]
+            if has_steps or not saves
+            else "the run ends; it saves a checkpoint once its first step is done"
         )
 
     def count_step(self) -> None:
         """Counts a step, after its validation."""
         self._num_steps += 1
+        if self._num_steps == 1 and self._saves is not None:
+            self._listener.hold(_ENDING[self._saves])
 
     def check(self) -> None:
         """Raises Stopped if a signal came. Call it where the run may stop at once, with its last step's weights."""

@@ -20,6 +20,7 @@ from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, data, fp8, judges, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import counted
 from mrl.phases import ModelName
 
 
@@ -115,6 +116,13 @@ class CheckpointDemand:
     """Bytes of the checkpoints still to be written and kept, and of one written aside."""
     free_bytes: int
 
+    @property
+    def text(self) -> str:
+        return (
+            f"{counted(self.num_kept, 'checkpoint')} of {self.checkpoint_bytes / 1e9:.2f} GB and one being written "
+            f"need {self.needed_bytes / 1e9:.2f} GB more, {self.free_bytes / 1e9:.2f} GB are free"
+        )
+
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
     """Estimates disk space for checkpoints. If all are kept, their number is unknown before the end: one must fit."""
@@ -135,13 +143,9 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
         return
     demand = checkpoint_demand(config, num_parameters)
     if demand.needed_bytes > demand.free_bytes:
-        rule = (
-            f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
-            f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
-        )
         problems.add(
             "checkpointing.checkpoint_dir",
-            rule,
+            demand.text,
             "free or choose another disk, or lower checkpointing.keep_top_k",
             "to be provided",
         )

@@ -69,10 +69,8 @@ def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
     if config.checkpointing.enabled:
         demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)
         if demand.needed_bytes <= demand.free_bytes:
-            text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
-            findings.append(
-                Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}")
-            )
+            folder = existing_parent(config.checkpointing.checkpoint_dir)
+            findings.append(Finding("checkpoints to come", "ok", f"{folder}: {demand.text}"))
     root, num_bytes = env.cache_root(), sum(path.stat().st_size for folder in folders for path in weight_files(folder))
     if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
         text = (

@@ -156,6 +156,12 @@ def test_override_signs(tmp_path: Path):
         "override +grpo.seed=2: grpo.seed is already set by config.yaml:3; write grpo.seed=2 to replace it",
     )
     assert "nothing to remove" in problems(tmp_path, text, "~grpo.max_num_steps")[0]
+    assert "nearest" not in problems(tmp_path, text, "~grpo.max_num_steps")[0]
+    assert problems(tmp_path, text, "~grpo.sed")[0].endswith("; drop the override; the nearest key is grpo.seed")
+    assert problems(tmp_path, text, "grpo.seed = 5") == ("override grpo.seed = 5: spaces before =; write grpo.seed=5",)
+    name, sign, value = problems(tmp_path, text, "grpo.seed", "=", "5")
+    assert name.startswith("override grpo.seed: it has no value; write key=value") and "write key=value" in sign
+    assert name.endswith(", without spaces around =") and value.endswith(", without spaces around =")
 
 
 @pytest.mark.parametrize("override", ["grpo", "=3", "grpo..seed=3", "+~grpo.seed", "+++grpo.seed=1", ".=1", "", "~"])

@@ -112,7 +112,7 @@ def test_a_failed_start_is_one_line_and_its_traceback_is_in_the_logs(
     written = (logs / "traceback.txt").read_text()
     assert "in attempt" in written and "\x1b" not in written
     ends_of = [json.loads((tmp_path / f"run/logs/exp_00{number}/ended.json").read_text()) for number in (1, 2)]
-    assert [(end["code"], end["text"]) for end in ends_of] == [(0, ""), (1, said)]
+    assert [(end["code"], end["text"]) for end in ends_of] == [(0, "The run is complete"), (1, said)]
     assert not any(record.exc_info or "in attempt" in record.getMessage() for record in caplog.records)
     for _ in range(2):
         assert ends(one_step) == 0

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -33,11 +35,27 @@ def test_a_run_ends_before_the_step_that_would_end_too_late():
     assert not budget.is_over
 
 
+def test_a_signal_before_the_first_step_promises_no_checkpoint(caplog: pytest.LogCaptureFixture):
+    for has_steps, num_steps, said in (
+        (False, 0, "the run ends; it saves a checkpoint once its first step is done"),
+        (False, 1, "the run saves a checkpoint and ends"),
+        (True, 0, "the run saves a checkpoint and ends"),
+    ):
+        listener = Listener()
+        budget = Budget(None, started=time.monotonic(), listener=listener)
+        budget.begin(saves=True, has_steps=has_steps)
+        for _ in range(num_steps):
+            budget.count_step()
+        with caplog.at_level(logging.INFO):
+            listener.take(signal.SIGTERM, 0)
+        assert caplog.messages[-1] == f"SIGTERM: {said}"
+
+
 def test_a_signal_ends_a_budget_at_the_next_step_and_at_once_where_it_may():
     for number in STOP_SIGNALS:
         listener = Listener()
         budget = Budget(None, started=time.monotonic(), listener=listener)
-        budget.begin(saves=True)
+        budget.begin(saves=True, has_steps=True)
         budget.check()
         assert not budget.is_over
         listener.take(number, 0)

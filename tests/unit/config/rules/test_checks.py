@@ -224,4 +224,7 @@ def test_a_checkpoint_of_adapters_needs_less_disk(workplace: Path):
         problems = Problems(config := load_config("grpo_tiny.yaml", overrides))
         check_disk(config, 10**15, problems)
         messages += map(str, problems.merged)
+    one = load_config("grpo_tiny.yaml", ["checkpointing.keep_top_k=null"])
+    check_disk(one, 10**15, problems := Problems(one))
+    assert "1 checkpoint of" in str(problems.merged[0])
     assert "checkpoints of 16000000.00 GB" in messages[0] and "checkpoints of 4000000.00 GB" in messages[1]
