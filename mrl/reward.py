@@ -174,7 +174,7 @@ async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[V
                     f"env.own.timeout_s={config.env.own.timeout_s:g} ends each",
                     file=sys.stderr,
                 )
-        return [job.verdict.result() for job in jobs]
+        return list(await asyncio.gather(*(job.verdict for job in jobs)))
     finally:
         pool.close()
 
