@@ -113,8 +113,8 @@ class RolloutRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     earlier: Rollout | PayloadRef | None = None
-    """The earlier turns, with the environment's tokens behind them, that a further turn continues; a reference outside
-    the engine's process.
+    """The earlier turns, with the environment's tokens behind them, that a further turn continues; or, with finish
+    reason `abort`, an unfinished rollout that goes on. A reference outside the engine's process.
     """
 
     @property
@@ -131,12 +131,6 @@ class RolloutRequest:
     def context_ids(self) -> list[int]:
         """The tokens that the model continues: the prompt, and the turns so far."""
         return [*self.token_ids, *(self.transcript.token_ids.tolist() if self.transcript else ())]
-
-    @property
-    def turn_seed(self) -> int:
-        """Seed of this turn: `seed` in the first, another one in each later turn."""
-        turns = len(self.transcript.turns) if self.transcript else 0
-        return hashed_seed(f"{self.seed}/{turns}") if turns else self.seed
 
 
 def hashed_seed(identity: str) -> int:
@@ -373,8 +367,13 @@ class RolloutGroup:
     """Version of the engines when the group was asked for."""
     is_kept: bool = False
     """True if an earlier attempt has sampled its rollouts."""
-    _judged: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    begun: tuple[RolloutInfo, ...] = ()
+    """Rollouts without a verdict that an earlier attempt has sampled; those with finish reason `abort` go on."""
+    judged: list[int] = field(init=False, repr=False, compare=False)
     """Indices of the rollouts with a verdict, in order."""
+
+    def __post_init__(self) -> None:
+        self.judged = [one.rollout_index for one in self.rollouts[: len(self.verdicts)]]
 
     @property
     def key(self) -> PromptKey:
@@ -395,8 +394,8 @@ class RolloutGroup:
 
     def note_judged(self, index: int, verdict: Verdict) -> None:
         """Adds the verdict on the rollout of this index in its place."""
-        place = bisect.bisect(self._judged, index)
-        self._judged.insert(place, index)
+        place = bisect.bisect(self.judged, index)
+        self.judged.insert(place, index)
         self.verdicts = (*self.verdicts[:place], verdict, *self.verdicts[place:])
 
     @property
@@ -406,7 +405,7 @@ class RolloutGroup:
     @property
     def oldest_version(self) -> int:
         """Weight version of its oldest token."""
-        return min(rollout.weight_version for rollout in self.rollouts)
+        return min(rollout.weight_version for rollout in (*self.rollouts, *self.begun))
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,11 @@ class RequestBook(Generic[Q, A]):
         """Requests of the actors that are lost."""
         return sum(len(self._actors[index].owed) for index in self.lost)
 
+    @property
+    def is_held(self) -> bool:
+        """True while `hold` holds back calls."""
+        return self._is_held
+
     def called(self) -> list[str]:
         """Names of actors with an unanswered call. Any thread may ask."""
         return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]

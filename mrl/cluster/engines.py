@@ -7,6 +7,7 @@ requests again.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -38,7 +39,7 @@ from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
 from mrl.rollout.callers import Answered, Client, EngineThread, RemoteCallers, Sent
-from mrl.types import PayloadRef, RolloutInfo, RolloutRequest
+from mrl.types import PayloadRef, Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -153,6 +154,10 @@ class EngineActor:
                 spans.end_stretch()
         return ([RolloutInfo.of(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
+    def unfinished(self) -> list[Rollout]:
+        """Rollouts that no poll has handed out, as far as they are sampled; see `Engine.unfinished`."""
+        return self._thread.do(lambda: [*self._thread.finished, *self.engine.unfinished()])
+
     def call(self, verb: str, *arguments: object) -> object:
         return self._thread.do(lambda: self._call(verb, *arguments))
 
@@ -215,6 +220,19 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
             info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
             for place, info in enumerate(finished)
         }
+
+    async def unfinished(self) -> list[Rollout]:
+        """Rollouts under way in engines that live, as far as they are sampled; see `Engine.unfinished`."""
+
+        async def of(index: int) -> list[Rollout]:
+            try:
+                answer = ask(self.handles[index], EngineActor.unfinished)
+                return await answered(answer, actor=self.name(index), what="unfinished rollouts")
+            except ActorLost:  # whoever waits for its rollouts notices, too
+                return []
+
+        indices = (index for index in range(self.num_engines) if index not in self.book.lost)
+        return [rollout for found in await asyncio.gather(*map(of, indices)) for rollout in found]
 
     @contextmanager
     def held(self) -> Iterator[None]:

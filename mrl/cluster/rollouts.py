@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING
 
 from conversion.texts import listed
@@ -17,16 +18,29 @@ from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
 from mrl.cluster.book import GENERATION
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.event_loop import Silence, in_loop
+from mrl.cluster.event_loop import Silence, in_loop, wait_in_loop
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.order import LengthHints
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, Verdict, request_seed
+from mrl.types import (
+    Prompt,
+    PromptKey,
+    Rollout,
+    RolloutGroup,
+    RolloutInfo,
+    RolloutRequest,
+    SamplingParams,
+    Verdict,
+    request_seed,
+)
 
 if TYPE_CHECKING:
     from mrl.cluster.engines import EngineGroup
     from mrl.cluster.gateway import GatewayGroup
     from mrl.cluster.rewards import Rewards
+
+# Engines answer between two polls; one that takes longer is being refitted, or hangs.
+UNFINISHED_S = 10.0
 
 
 class RolloutCollector:
@@ -62,6 +76,10 @@ class RolloutCollector:
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
         """Called in the loop with each group whose rollouts are all sampled and judged."""
+        self._under_way: dict[PromptKey, RolloutGroup] = {}
+        """Groups of the training that are not whole."""
+        self._begun: dict[tuple[PromptKey, int], RolloutInfo] = {}
+        """Their rollouts without a verdict, as far as the driver has heard that they are sampled."""
         self._hints = LengthHints()
         self._num_missing = 0
         self._busy_s = 0.0
@@ -90,6 +108,43 @@ class RolloutCollector:
         ordered = self._hints.longest_first(asked)
         in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
+
+    def go_on(self, groups: Sequence[RolloutGroup], sampling: SamplingParams) -> None:
+        """Asks for what is missing of groups that an earlier attempt has `begun`, without waiting."""
+        in_loop(self._begin, groups, sampling)
+
+    def unfinished(self, is_last: bool) -> list[RolloutGroup]:
+        """Groups of the training that are not whole, with what is sampled of them. Any thread may call it.
+
+        Each has the rollouts with a verdict, and what has none as `begun`. RuntimeError: no answer from engines; only
+        if the run ends (`is_last`), they are asked while they do not sample.
+        """
+        if not self._under_way or (self.engines.book.is_held and not is_last):
+            return []
+        try:
+            sampled = wait_in_loop(self.engines.unfinished(), UNFINISHED_S)
+        except (TimeoutError, futures.CancelledError) as error:
+            raise RuntimeError("engines do not tell what they have sampled of unfinished rollouts") from error
+        return in_loop(self._unfinished, sampled)
+
+    def _unfinished(self, sampled: Sequence[Rollout]) -> list[RolloutGroup]:
+        found = {}
+        for rollout in sampled:
+            request = rollout.request
+            found[(request.epoch, request.prompt_id), request.rollout_index] = rollout
+        groups = []
+        for key, group in self._under_way.items():
+            begun = list[RolloutInfo]()
+            for index in set(range(group.num_generations)) - set(group.judged):
+                rollout, known = found.get((key, index)), self._begun.get((key, index))
+                if rollout is not None and (known is None or known.length < len(rollout.token_ids)):
+                    # Else it is news of a turn that has ended meanwhile.
+                    known = self._begun[key, index] = RolloutInfo.of(rollout, rollout)
+                begun += [known] if known is not None else []
+            judged = tuple(one for one in group.rollouts if one.rollout_index in group.judged)
+            if judged or begun:
+                groups.append(dataclasses.replace(group, rollouts=judged, begun=tuple(begun)))
+        return groups
 
     def wait(self, is_enough: Callable[[], bool]) -> None:
         """Waits until `is_enough`.
@@ -132,8 +187,10 @@ class RolloutCollector:
 
     def _begin(self, groups: Sequence[RolloutGroup], sampling: SamplingParams) -> None:
         for group in groups:
-            self._num_missing += group.num_generations
-            for index in range(group.num_generations):
+            self._num_missing += group.num_missing
+            if group.epoch >= 0:  # validation has another
+                self._under_way[group.key] = group
+            for index in set(range(group.num_generations)) - set(group.judged):
                 asyncio.ensure_future(self._run(group, index, sampling))
 
     async def _run(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
@@ -150,19 +207,28 @@ class RolloutCollector:
         epoch, prompt = group.epoch, group.prompt
         seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
         request = RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
+        info, place = next((one for one in group.begun if one.rollout_index == index), None), (group.key, index)
+        if info is not None:
+            self._begun[place] = info
+        if info is not None and info.finish_reason == "abort":
+            assert info.payload is not None
+            request, info = dataclasses.replace(request, earlier=info.payload), None
         while True:
-            info = await self.engines.book.ask(request.request_id, request)
+            if info is None:
+                info = await self.engines.book.ask(request.request_id, request)
             if info.weight_version < group.weight_version:
                 raise RuntimeError(
                     f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}"
                 )
+            if group.epoch >= 0:
+                self._begun[place] = info
             if not self.rewards.decides:
                 self._note_sampled(group, info)
             self.news.tell(GENERATION)
             judged = await self.rewards.book.ask(info.request_id, (info, prompt, None))
             if isinstance(judged, tuple):
                 break
-            request = dataclasses.replace(request, earlier=judged)
+            request, info = dataclasses.replace(request, earlier=judged), None
         verdict, ending = judged
         if self.rewards.decides:
             # A rollout whose next turn would not fit is truncated.
@@ -198,7 +264,11 @@ class RolloutCollector:
 
     def _note_judged(self, group: RolloutGroup, index: int, verdict: Verdict) -> None:
         group.note_judged(index, verdict)
+        self._begun.pop((group.key, index), None)
         if not (group.num_missing or group.num_unjudged):
+            group.begun = ()
+            if group.epoch >= 0:
+                self._under_way.pop(group.key, None)
             self.on_whole(group)
         self.news.tell(GENERATION)
 

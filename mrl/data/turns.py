@@ -158,3 +158,16 @@ def appended(earlier: Rollout, drawn: Rollout) -> Rollout:
         num_weight_versions=earlier.num_weight_versions + drawn.num_weight_versions - is_same_version,
         proposals=earlier.proposals.plus(drawn.proposals),
     )
+
+
+def continued(begun: Rollout, drawn: Rollout) -> Rollout:
+    """The rollout whose last turn, unfinished in `begun`, goes on with `drawn`. Its routes are those of `drawn`."""
+    newest = min(turn.weight_version for turn in begun.turns) + begun.num_weight_versions - 1
+    return replace(
+        appended(begun, drawn),
+        weight_version=begun.weight_version,
+        routes=drawn.routes,
+        earlier_turns=begun.earlier_turns,
+        last_turn_start=begun.last_turn_start,
+        num_weight_versions=begun.num_weight_versions + drawn.num_weight_versions - (newest >= drawn.weight_version),
+    )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Revive = Callable[[int, Prompt], RolloutGroup | None]
-"""The group of an (epoch, prompt) that an earlier attempt has sampled; None if there is none."""
+"""The group of an (epoch, prompt) that an earlier attempt has sampled, or begun; None if there is none."""
 # A group that was too old so often is waited for: to ask for it again and again would never train its prompt.
 MAX_TOO_OLD = 2
 
@@ -259,6 +259,8 @@ class RolloutQueue:
         groups = self._source.ask(
             wanted, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version
         )
+        if begun := [group for group in revived.values() if group.num_unjudged]:
+            self._source.go_on(begun, self._sampling)
         found = {**revived, **{group.key: group for group in groups}}
         self._asked |= {key: found[key] for key in keys}
 

@@ -31,7 +31,7 @@ from mrl.loop.signal_watch import NoSignal, SignalWatch
 from mrl.metrics import NO_SIGNAL_IN_A_ROW, NUM_JUDGED, over_judged
 from mrl.store.about import about_refit
 from mrl.store.identity import Identity, conditions_of, identity_of, with_template_date
-from mrl.store.rollout_files import KEPT, KeptRollouts, drop_kept, with_payloads
+from mrl.store.rollout_files import KEPT, KeptRollouts, drop_kept, sequences_of, with_payloads
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
 from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RolloutInfo, RunState, TrainSequence
@@ -211,6 +211,7 @@ def open_kept(
         conditions_of(config, identity),
         lag=config.rollouts.max_lag_steps,
         limit_bytes=section.keep_rollouts_gb * 1e9,
+        unfinished_s=section.keep_unfinished_s,
         saves=lambda step: is_save_step(section, step) or step == last_step,
         pull=pull,
         check_owner=folder.check_owner,
@@ -223,13 +224,14 @@ def open_kept(
     collector.on_whole = note
     try:
         yield kept
+        kept.write_last()
     finally:
         is_over.set()
         kept.close()
 
 
 def reviver(kept: KeptRollouts | None) -> Revive:
-    """Gives the groups that an earlier attempt has kept, each as if it had just been sampled and judged."""
+    """Gives the groups that an earlier attempt has kept, each as if this one had sampled and judged as much of it."""
 
     def revive(epoch: int, prompt: Prompt) -> RolloutGroup | None:
         group = kept.take(epoch, prompt) if kept is not None else None
@@ -237,8 +239,7 @@ def reviver(kept: KeptRollouts | None) -> Revive:
             return None
         from mrl.cluster.payload import put_items
 
-        rollouts = [sequence.pulled for one in group.rollouts for sequence in one.sequences]
-        return with_payloads([group], put_items(rollouts))[0]
+        return with_payloads([group], put_items([one.pulled for one in sequences_of([group])]))[0]
 
     return revive
 
@@ -267,7 +268,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             collector, ledger = session.collector, folder.ledger
             queue = open_queue(config, data, collector, ledger, last_step=num_steps, revive=reviver(kept))
             if kept is not None:
-                kept.watch(queue.num_unjudged)
+                kept.watch(queue.num_unjudged, collector.unfinished)
             supplier = RolloutSupplier(
                 config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept
             )

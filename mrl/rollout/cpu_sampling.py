@@ -11,6 +11,8 @@ from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from mrl.rollout.requests import SEED_STEP
+
 
 class CountingGenerator(torch.Generator):
     """A seed and a number of draws, which vLLM's model runner can rewind like a CUDA generator: by offset 4 a draw."""
@@ -66,7 +68,7 @@ def gumbel_seeds(seeds: np.ndarray, indices: np.ndarray) -> Tensor:
 
 def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Output `indices` of each seed's generator, uint64 (Steele: Fast Splittable Pseudorandom Number Generators)."""
-    z = seeds + (indices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = seeds + (indices + np.uint64(1)) * np.uint64(SEED_STEP)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

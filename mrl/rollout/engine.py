@@ -9,16 +9,14 @@ import multiprocessing.connection
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
+from vllm import CompletionOutput, LLMEngine, RequestOutput
 from vllm.inputs.engine import tokens_input
-from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -29,7 +27,6 @@ from conversion.families.registry import family
 from conversion.files.hf_folder import read_config
 from mrl import phases
 from mrl.config.schema.generation import GenerationConfig
-from mrl.data.turns import appended
 from mrl.gpus import on_gpu
 from mrl.phases import Phase
 from mrl.refit import RefitError
@@ -39,12 +36,11 @@ from mrl.rollout.callers import Callers
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.environment import EngineNodes, drop_names_of_shared_memory
 from mrl.rollout.groups import as_one, start_groups
+from mrl.rollout.requests import rollout_of, sampling_params, unfinished_rollout
 from mrl.spans import memory_facts, process_key
-from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
+from mrl.types import Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
-
-_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ class Engine:
                 f"requests were added twice: {sorted(twice) or 'within one call'}; a request id may be unfinished "
                 "only once"
             )
-        parameters = [_sampling_params(request, max_model_len=self._max_model_len) for request in requests]
+        parameters = [sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
             prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
             vllm_id = self.llm.add_request(request.request_id, prompt, params)
@@ -183,15 +179,30 @@ class Engine:
         ended = [self._unfinished.pop(answer.request_id) for answer in answers]
         all_routes = self._take_routes([one.vllm_id for one in ended], [answer.outputs[0] for answer in answers])
         self._finished += [
-            _rollout(
-                one.request,
-                answer,
-                weight_version=weight_version if one.weight_version is None else one.weight_version,
-                num_weight_versions=self._num_refits - one.num_refits + (one.weight_version is not None),
-                routes=routes,
-            )
+            rollout_of(one.request, answer, versions=self._versions(one, weight_version), routes=routes)
             for one, answer, routes in zip(ended, answers, all_routes, strict=True)
         ]
+
+    def _versions(self, one: _Unfinished, weight_version: int) -> tuple[int, int]:
+        """Version of the weights that an unfinished request began with, and the number of versions since."""
+        if one.weight_version is None:
+            return weight_version, self._num_refits - one.num_refits
+        return one.weight_version, self._num_refits - one.num_refits + 1
+
+    def unfinished(self) -> list[Rollout]:
+        """Rollouts that no step has returned, as far as they are sampled, unfinished ones with finish reason `abort`.
+
+        Not those with stop strings: vLLM would overlook one that lies across the place where the rollout goes on.
+        """
+        if self.weight_version is None:
+            return []
+        found, states = list(self._finished), self.llm.output_processor.request_states
+        for one in self._unfinished.values():
+            state = states.get(one.vllm_id)
+            if state is not None and not one.request.sampling.stop_strings:
+                versions = self._versions(one, self.weight_version)
+                found += unfinished_rollout(one.request, state, versions=versions)
+        return found
 
     def settle(self) -> None:
         """Waits for the passes vLLM has begun, and begins none: weights, caches and requests may change only then."""
@@ -414,82 +425,3 @@ def run_part(
     )
     end_with_worker(executor)
     raise RuntimeError("vLLM has shut down the workers of this node")
-
-
-def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
-    """A request's vLLM parameters: its own seed, only its stop tokens, logprobs of drawn tokens, one final answer."""
-    room = max_model_len - len(request.context_ids)
-    if room < 1:
-        raise ValueError(
-            f"prompt {request.prompt_id} has {len(request.context_ids)} tokens, but prompt and rollout share"
-            f" policy.generation.vllm_cfg.max_model_len={max_model_len}; raise it or set data.max_input_seq_length"
-        )
-    sampling = request.sampling
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or 0,
-        max_tokens=min(sampling.max_new_tokens, room),
-        seed=request.turn_seed,
-        # The model folder's own end-of-sequence ids count only where the request lists them.
-        ignore_eos=True,
-        stop_token_ids=list(sampling.stop_token_ids),
-        # 0 alternatives: the drawn token alone.
-        logprobs=0,
-        flat_logprobs=True,
-        # A token may complete a string and bring more: all of it is kept.
-        stop=list(sampling.stop_strings),
-        detokenize=bool(sampling.stop_strings),
-        # A stop string may be a special token, or hold one.
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _rollout(
-    request: RolloutRequest,
-    answer: RequestOutput,
-    *,
-    weight_version: int,
-    num_weight_versions: int,
-    routes: np.ndarray | None,
-) -> Rollout:
-    """The rollout in a finished answer of vLLM."""
-    completion = answer.outputs[0]
-    finish_reason = _FINISH_REASONS.get(completion.finish_reason)
-    if finish_reason is None:
-        raise RuntimeError(f"vLLM ended request {request.request_id} with finish reason {completion.finish_reason!r}")
-    assert isinstance(completion.logprobs, FlatLogprobs)
-    # The last token is drawn, and does not go through the model.
-    num_forwarded = len(request.context_ids) + len(completion.token_ids) - 1
-    found = completion.spec_decode_metrics
-    if routes is not None and found is not None:
-        # Proposals beyond the last token went through it, too.
-        routes = routes[:num_forwarded]
-    if routes is not None and len(routes) != num_forwarded:
-        raise RuntimeError(
-            f"request {request.request_id}: vLLM tells the routes of {len(routes)} tokens, {num_forwarded} went "
-            "through it"
-        )
-    proposals = (
-        Proposals()
-        if found is None
-        else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
-    )
-    drawn = Rollout(
-        request=replace(request, earlier=None),
-        weight_version=weight_version,
-        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-        generator_logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),
-        finish_reason=finish_reason,
-        routes=routes,
-        num_weight_versions=num_weight_versions,
-        proposals=proposals,
-    )
-    return drawn if request.transcript is None else appended(request.transcript, drawn)
-
-
-def _accepted(histogram: Sequence[int]) -> int:
-    """Number of accepted tokens, from the counts of passes that accepted so many."""
-    return sum(number * count for number, count in enumerate(histogram))

@@ -1,50 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on disk: groups that a checkpoint has not trained on, and the batches of recorded steps, in one format.
 
-Files hold dataclasses and arrays: JSON and plain bytes with a checksum, nothing that could become code. Kept groups are
-a cache by prompt: the ledger alone says which prompts are trained. A thread writes them, at most one file a second.
+Kept groups are a cache by prompt: the ledger alone says which prompts are trained. A thread writes them, at most one
+file a second; groups that are not whole lie together in one file, which the next such file replaces.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import logging
-import math
 import re
-import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from conversion.files.durable import WRITE_TIMEOUT_S, make_folder, read_whole, remove_file, sync_file
+from conversion.files.durable import WRITE_TIMEOUT_S, make_folder, remove_file
 from conversion.files.limits import within
 from mrl.env import kill_point
 from mrl.store.ledger import LedgerState
 from mrl.store.ownership import FolderLost
+from mrl.store.records import read_record, write_record
 from mrl.types import Batch, PayloadRef, Prompt, PromptKey, Rollout, RolloutGroup, RolloutInfo, RunState
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-FORMAT = 2
-"""Version of the files. A reader refuses another one."""
-KINDS = "biuf"
-"""Kinds of arrays that a file may hold: numbers."""
 KEPT, RECORDED = "rollouts", "recorded"
 """Folders in the run folder."""
 FILE = re.compile(r"kept_(\d+)\.mrl")
 INTERVAL_S = 1.0
 FLUSH_S, END_S = 60.0, 10.0
+SHARE = 20
+"""Writes of unfinished rollouts take at most this part of the time."""
 NOT_FINITE = "not_finite_"
 """Begins the names of records of steps with NaN or Inf."""
 MAX_NOT_FINITE, MAX_BYTES = 8, 8 * 10**9
@@ -56,7 +46,7 @@ of: old_logprobs, reference_logprobs, loss_mask, advantages.
 
 @dataclass(frozen=True)
 class KeptFile:
-    """Whole groups before rewards are shaped, with their payloads."""
+    """Groups before rewards are shaped, with their payloads: whole ones, or ones with `begun` rollouts."""
 
     conditions: dict[str, str]
     """Digests of everything besides the weights that rollouts and verdicts depend on, by key."""
@@ -80,118 +70,19 @@ class RecordedStep:
     """Empty, or why the step has failed."""
 
 
-def write_record(path: Path, value: object) -> int:
-    """Writes a dataclass, with its payloads, whole or not at all; returns its bytes. OSError: not written."""
-    arrays: list[np.ndarray] = []
-    content = _plain(value, arrays)
-    index = (
-        json.dumps({"content": content, "arrays": [[array.dtype.str, array.shape] for array in arrays]}).encode()
-        + b"\n"
-    )
-    parts = [index, *(np.ascontiguousarray(array).data for array in arrays if array.size)]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    header = json.dumps({"format": FORMAT, "kind": type(value).__name__, "sha256": digest.hexdigest()}).encode() + b"\n"
-    within(WRITE_TIMEOUT_S, f"write of {path}", _write, path, [header, *parts])
-    return len(header) + sum(memoryview(part).nbytes for part in parts)
-
-
-def _write(path: Path, parts: Sequence[Any]) -> None:
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with aside.open("wb") as file:
-            for part in parts:
-                file.write(part)
-        sync_file(aside)
-        aside.rename(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_file(path.parent)
-
-
-def read_record(path: Path, kind: type[T]) -> T:
-    """The dataclass that a file holds. ValueError: it is damaged or of another format; OSError: it cannot be read."""
-    content = read_whole(path)
-    try:
-        header, _, body = content.partition(b"\n")
-        found = json.loads(header)
-        is_known = found["format"] == FORMAT and found["kind"] == kind.__name__
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: its first line is no header") from error
-    if not is_known:
-        raise ValueError(
-            f"{path} has format {found['format']!r} of {found['kind']!r}; this version of mrl reads {FORMAT} of "
-            f"{kind.__name__}: use the version that wrote it"
-        )
-    if hashlib.sha256(body).hexdigest() != found.get("sha256"):
-        raise ValueError(f"{path} is damaged: its bytes differ from its checksum")
-    try:
-        index, _, data = body.partition(b"\n")
-        index = json.loads(index)
-        return _restored(kind, index["content"], _arrays(index["arrays"], data))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path} is of another version of mrl: {error!r}") from error
-
-
-def _arrays(described: Sequence[tuple[str, Sequence[int]]], data: bytes) -> list[np.ndarray]:
-    arrays, start = [], 0
-    for name, shape in described:
-        dtype = np.dtype(name)
-        if dtype.kind not in KINDS:
-            raise ValueError(f"arrays of {name}")
-        count = math.prod(shape)
-        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape).copy())
-        start += count * dtype.itemsize
-    return arrays
-
-
-def _plain(value: object, arrays: list[np.ndarray]) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return {name: _plain(getattr(value, name), arrays) for name in fields}
-    if isinstance(value, np.ndarray):
-        arrays.append(value)
-        return len(arrays) - 1
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item, arrays) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item, arrays) for item in value]
-    return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _restored(hint: Any, value: Any, arrays: Sequence[np.ndarray]) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if value is None:
-        return None
-    if origin is UnionType:
-        return _restored(next(kind for kind in arguments if kind is not NoneType), value, arrays)
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
-        return hint(**{name: _restored(_hints(hint)[name], item, arrays) for name, item in value.items()})
-    if hint is np.ndarray:
-        return arrays[value]
-    if origin is tuple:
-        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(_restored(kind, item, arrays) for kind, item in zip(kinds, value, strict=True))
-    if origin in (dict, Mapping):
-        return {arguments[0](name): _restored(arguments[1], item, arrays) for name, item in value.items()}
-    return value
-
-
 def with_payloads(groups: Sequence[RolloutGroup], payloads: Iterable[Rollout | PayloadRef]) -> list[RolloutGroup]:
     """The groups with the payloads of all their sequences, which come in order."""
     left = iter(payloads)
-    return [
-        replace(group, rollouts=tuple(one.with_payloads([next(left) for _ in one.sequences]) for one in group.rollouts))
-        for group in groups
-    ]
+
+    def filled(infos: Iterable[RolloutInfo]) -> tuple[RolloutInfo, ...]:
+        return tuple(one.with_payloads([next(left) for _ in one.sequences]) for one in infos)
+
+    return [replace(group, rollouts=filled(group.rollouts), begun=filled(group.begun)) for group in groups]
+
+
+def sequences_of(groups: Iterable[RolloutGroup]) -> list[RolloutInfo]:
+    """All sequences of the groups, in the order of `with_payloads`."""
+    return [part for group in groups for one in (*group.rollouts, *group.begun) for part in one.sequences]
 
 
 class KeptRollouts:
@@ -204,12 +95,17 @@ class KeptRollouts:
         *,
         lag: int,
         limit_bytes: float,
+        unfinished_s: float = 0.0,
         saves: Callable[[int], bool],
         pull: Callable[[Sequence[RolloutInfo]], list[Rollout]],
         check_owner: Callable[[], None],
     ) -> None:
-        """`saves`: whether a checkpoint follows a step. `pull` fetches payloads in a thread; RuntimeError: one lost."""
+        """`saves`: whether a checkpoint follows a step. `pull` fetches payloads in a thread; RuntimeError: one lost.
+
+        Groups that are not whole are written every `unfinished_s`; 0: never.
+        """
         self._folder, self._conditions, self._lag, self._limit = folder, conditions, lag, limit_bytes
+        self._unfinished_s = unfinished_s
         self._saves, self._pull, self._check_owner = saves, pull, check_owner
         self._changed = threading.Condition()
         """Held for whatever is below."""
@@ -224,14 +120,23 @@ class KeptRollouts:
         """Steps of the weights of the groups in each file."""
         self._sizes: dict[Path, int] = {}
         self._usable: dict[PromptKey, tuple[RolloutGroup, int]] = {}
+        self._taken: dict[PromptKey, tuple[RolloutGroup, int]] = {}
+        """Groups that are not whole, from when they are taken until they are seen under way."""
+        self._unfinished_files: set[Path] = set()
+        """Files that the next write of unfinished groups replaces."""
+        self._first = 0, 0
+        """Weight version and step with which the attempt begins."""
         self._num_unjudged: Callable[[int], int] = lambda weight_version: 0
+        self._unfinished: Callable[[bool], list[RolloutGroup]] = lambda is_last: []
+        self._unfinished_at, self._is_last = 0.0, False
         self._is_over, self._is_awaited, self._has_failed, self._is_said = False, False, False, False
         self._last_number, self._written_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
     def start(self, step: int, weight_version: int, consumed: Collection[PromptKey]) -> None:
         """Reads what past attempts wrote, once `step`'s weights are loaded as `weight_version`; names the useless."""
-        self._checkpoint, self._steps = step, {weight_version: step}
+        self._checkpoint, self._steps, self._first = step, {weight_version: step}, (weight_version, step)
+        self._unfinished_at = time.monotonic() + self._unfinished_s
         within(WRITE_TIMEOUT_S, f"mkdir of {self._folder}", make_folder, self._folder)
         reasons = Counter[str]()
         _remove(self._folder.glob(".kept_*"))  # of a write that was killed
@@ -242,6 +147,9 @@ class KeptRollouts:
         if self._usable or reasons:
             told = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
             logger.info("Prompts whose kept rollouts are used again: %d%s", len(self._usable), told)
+        if begun := [one for group, _ in self._usable.values() for one in group.begun]:
+            num_tokens = sum(one.num_generated for one in begun)
+            logger.info("Rollouts among them that go on: %d, from %d tokens", len(begun), num_tokens)
         self._thread.start()
 
     def _read(self, path: Path, step: int, consumed: Collection[PromptKey], reasons: Counter[str]) -> None:
@@ -266,7 +174,8 @@ class KeptRollouts:
                 reasons[f"older than grpo.async_grpo.max_trajectory_age_steps allows at step {step}"] += 1
             elif group.key not in consumed:
                 found[group.key] = at
-                if group.key not in self._usable or self._usable[group.key][1] <= at:
+                before = self._usable.get(group.key)
+                if before is None or (not before[0].num_unjudged, before[1]) <= (not group.num_unjudged, at):
                     self._usable[group.key] = group, at
         lasting = tuple((group, at) for group, at in file.groups if at <= step)
         if found and len(lasting) < len(file.groups):
@@ -280,12 +189,15 @@ class KeptRollouts:
                 found.clear()
         if found:
             self._files[path], self._sizes[path] = found, path.stat().st_size
+            if any(group.num_unjudged for group, _ in file.groups):
+                self._unfinished_files.add(path)
         else:
             _remove([path])
 
     def take(self, epoch: int, prompt: Prompt) -> RolloutGroup | None:
         """The group of a prompt with its payloads, if an earlier attempt has kept it; versions as this one counts."""
-        group, at = self._usable.pop((epoch, prompt.prompt_id), (None, 0))
+        with self._changed:
+            group, at = self._usable.pop((epoch, prompt.prompt_id), (None, 0))
         if group is None:
             return None
         # Neither rollouts nor verdicts depend on what a teacher reads.
@@ -297,16 +209,29 @@ class KeptRollouts:
                 " and ".join(changed),
             )
             return None
-        first, step = min(self._steps.items())
+        first, step = self._first
         version = first - (step - at)
         rollouts = tuple(replace(rollout, weight_version=version) for rollout in group.rollouts)
-        return replace(group, prompt=prompt, rollouts=rollouts, weight_version=version, is_kept=True)
+        begun = tuple(_moved(one.pulled, version - group.oldest_version) for one in group.begun)
+        with self._changed:  # once it is whole, it is written like any other
+            self._steps.setdefault(version, at)
+            if group.num_unjudged:
+                self._taken[group.key] = group, at
+        return replace(
+            group,
+            prompt=prompt,
+            rollouts=rollouts,
+            begun=begun,
+            weight_version=version,
+            is_kept=not group.num_unjudged,
+        )
 
     def note(self, group: RolloutGroup) -> None:
         """Notes a whole group. Any thread may call it; it never waits."""
         with self._changed:
             if (step := self._steps.get(group.oldest_version)) is not None and not self._has_failed:
                 self._consumed.pop(group.key, None)
+                self._taken.pop(group.key, None)
                 self._whole[group.key] = group, step
             if self._is_awaited:  # the thread looks by itself now and then
                 self._changed.notify_all()
@@ -363,6 +288,13 @@ class KeptRollouts:
             self._consumed = {key: at for key, at in self._consumed.items() if key in on_disk or key in self._whole}
         _remove(useless)
 
+    def write_last(self) -> None:
+        """Writes what is unfinished when a run ends that may be resumed, and waits for it for a while."""
+        with self._changed:
+            self._is_last = self._unfinished_s > 0 and not self._has_failed
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_failed or not self._is_last, FLUSH_S)
+
     def close(self) -> None:
         """Ends the thread."""
         with self._changed:
@@ -380,9 +312,17 @@ class KeptRollouts:
         with self._changed:
             self._steps.setdefault(state.weight_version, state.step)
 
-    def watch(self, num_unjudged: Callable[[int], int]) -> None:
-        """`num_unjudged` counts sampled groups without all verdicts, of weights up to a version."""
-        self._num_unjudged = num_unjudged
+    def watch(
+        self,
+        num_unjudged: Callable[[int], int],
+        unfinished: Callable[[bool], list[RolloutGroup]] = lambda is_last: [],
+    ) -> None:
+        """`num_unjudged` counts sampled groups without all verdicts, of weights up to a version.
+
+        `unfinished` gives, in a thread, the groups that are not whole, whether the run ends or not; RuntimeError: not
+        now.
+        """
+        self._num_unjudged, self._unfinished = num_unjudged, unfinished
 
     def _is_needed(self, key: PromptKey, step: int, checkpoint: int) -> bool:
         """Tells whether a run may use a group that resumes at this checkpoint, or at a later one."""
@@ -404,17 +344,24 @@ class KeptRollouts:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or bool(self._due()), timeout=INTERVAL_S)
+                self._changed.wait_for(lambda: self._is_over or self._is_last or bool(self._due()), timeout=INTERVAL_S)
                 rest_s = self._written_at + INTERVAL_S - time.monotonic()
                 if rest_s > 0:
                     self._changed.wait_for(lambda: self._is_over, timeout=rest_s)
                 if self._is_over:
                     return
-                due = self._due()
-            if due:
-                has_failed = True
+                due, has_failed = self._due(), True
+                is_last, is_due = self._is_last, 0 < self._unfinished_s and self._unfinished_at <= time.monotonic()
+            if due or is_last or (is_due and not self._has_failed):
                 try:
-                    self._write(due)
+                    # Groups that get whole after this look are in `due`, or in the file that is to be replaced.
+                    unfinished = self._look(is_last) if is_last or is_due else []
+                    with self._changed:
+                        due = self._due()
+                    if due:
+                        self._write([(group, self._steps[group.oldest_version]) for group in due])
+                    if unfinished:
+                        self._replace(unfinished)
                     has_failed = False
                 except (FolderLost, TimeoutError) as error:
                     logger.warning(
@@ -433,26 +380,68 @@ class KeptRollouts:
                     self._is_said = True
                 finally:
                     with self._changed:
+                        self._is_last = self._is_last and not is_last
                         self._has_failed = has_failed
                         kept = () if has_failed else self._whole.items()
                         self._whole = {key: held for key, held in kept if not any(held[0] is group for group in due)}
                         self._changed.notify_all()
 
-    def _write(self, due: Sequence[RolloutGroup]) -> None:
-        """Writes groups. OSError, RuntimeError, FolderLost: they cannot be written."""
+    def _look(self, is_last: bool) -> list[tuple[RolloutGroup, int]]:
+        """The groups that are not whole, each with the step of its weights, if there is anything new to keep."""
+        self._unfinished_at = time.monotonic() + self._unfinished_s
+        groups = self._unfinished(is_last)
+        with self._changed:
+            steps = [self._steps.get(group.oldest_version) for group in groups]
+            found = [
+                (group, step)
+                for group, step in zip(groups, steps, strict=True)
+                if step is not None and self._is_wanted(step)
+            ]
+            for group, _ in found:
+                self._taken.pop(group.key, None)
+            # What this attempt has not asked for yet stays for the next one.
+            left = [held for held in (*self._usable.values(), *self._taken.values()) if held[0].num_unjudged]
+        return [*found, *left] if found else []
+
+    def _replace(self, unfinished: Sequence[tuple[RolloutGroup, int]]) -> None:
+        """Writes groups that are not whole in the place of those written before. Raises what `_write` raises."""
+        start, replaced = time.monotonic(), self._unfinished_files
+        self._unfinished_files = {self._write(unfinished, replaced)}
+        self._unfinished_at += SHARE * (time.monotonic() - start)
+        with self._changed:
+            useless = [path for path in replaced if self._files.pop(path, None) is not None]
+            for path in useless:
+                del self._sizes[path]
+        _remove(useless)
+
+    def _write(self, groups: Sequence[tuple[RolloutGroup, int]], replaced: Collection[Path] = ()) -> Path:
+        """Writes groups to a new file. OSError, RuntimeError, FolderLost: they cannot be written."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
         self._check_owner()
-        pulled = self._pull([sequence for group in due for one in group.rollouts for sequence in one.sequences])
-        if sum(self._sizes.values()) + sum(rollout.num_bytes for rollout in pulled) > self._limit:
+        sequences = sequences_of(group for group, _ in groups)
+        pulled = iter(self._pull([one for one in sequences if not isinstance(one.payload, Rollout)]))
+        payloads = [one.payload if isinstance(one.payload, Rollout) else next(pulled) for one in sequences]
+        size = sum(size for written, size in list(self._sizes.items()) if written not in replaced)
+        if size + sum(rollout.num_bytes for rollout in payloads) > self._limit:
             raise OSError(f"the folder may hold checkpointing.keep_rollouts_gb={self._limit / 1e9:g}, and is full")
-        groups = tuple((group, self._steps[group.oldest_version]) for group in with_payloads(due, pulled))
+        filled = with_payloads([group for group, _ in groups], payloads)
+        steps = [step for _, step in groups]
         kill_point("kept")
-        size = write_record(path, KeptFile(self._conditions, groups))
+        size = write_record(path, KeptFile(self._conditions, tuple(zip(filled, steps, strict=True))))
         kill_point("kept")
         self._last_number += 1
         with self._changed:
-            self._files[path], self._sizes[path] = {group.key: step for group, step in groups}, size
+            found = {group.key: step for group, step in groups}
+            self._files[path], self._sizes[path] = found, size
+        return path
+
+
+def _moved(rollout: Rollout, shift: int) -> RolloutInfo:
+    """A rollout whose weight versions are counted as another attempt counts them."""
+    turns = tuple(replace(turn, weight_version=turn.weight_version + shift) for turn in rollout.earlier_turns)
+    rollout = replace(rollout, weight_version=rollout.weight_version + shift, earlier_turns=turns)
+    return RolloutInfo.of(rollout, rollout)
 
 
 def drop_kept(folder: Path) -> None:

@@ -65,6 +65,9 @@ class CheckpointingConfig:
     """Save optimizer state; without it a run cannot resume exactly."""
     keep_rollouts_gb: NotNegative = 16.0
     """Rollouts that a resumed run would else sample again are kept, in a folder of at most so many GB; 0 = none are."""
+    keep_unfinished_s: NotNegative = 30.0
+    """Seconds between two writes of unfinished rollouts, which a resumed run goes on with; 0 = only whole groups are
+    kept."""
     allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic", "checkpoints"]] = field(
         default_factory=list
     )

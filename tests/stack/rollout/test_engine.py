@@ -149,6 +149,8 @@ def test_same_bits_when_a_new_version_finds_requests_running(engine: Engine, alo
 
 
 def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
+    from mrl.rollout.requests import turn_seed
+
     first_request = request([1, 2, 3], max_new_tokens=5)
     (first,) = run(engine, [first_request]).values()
     observed = np.array([65, 66], np.int32)
@@ -161,9 +163,9 @@ def test_a_further_turn_goes_on_from_the_tokens_so_far(engine: Engine) -> None:
     second_request = replace(first_request, earlier=earlier)
     (rollout,) = run(engine, [second_request]).values()
     # The same as one long prompt, drawn with a seed of its own.
-    plain = replace(first_request, token_ids=(1, 2, 3, *earlier.token_ids.tolist()), seed=second_request.turn_seed)
+    plain = replace(first_request, token_ids=(1, 2, 3, *earlier.token_ids.tolist()), seed=turn_seed(second_request))
     (alone,) = run(engine, [plain]).values()
-    assert second_request.turn_seed != first_request.seed
+    assert plain.seed != first_request.seed
     assert rollout.request == first_request
     assert rollout.token_ids.tolist() == [*earlier.token_ids.tolist(), *alone.token_ids.tolist()]
     assert (
