@@ -63,9 +63,9 @@ def last_seconds(paths: Iterable[Path]) -> int | None:
 
 
 def _duration(data: Mapping[str, Any]) -> int:
-    """Seconds of a table, in a file of an older commit those that its rows name."""
-    in_rows = sum(row.get("seconds", 0) + 60 * row.get("minutes", 0) for row in data["rows"])
-    return round(data.get("seconds", in_rows))
+    """Seconds of a table; of a long part, if its file does not say, those of its rows; 0 if unknown."""
+    rows = data["rows"] if data["command"].startswith(RUNNER) else []
+    return round(data.get("seconds", sum(row.get("seconds", 0) + 60 * row.get("minutes", 0) for row in rows)))
 
 
 def estimate(durations: Iterable[int | None]) -> str:

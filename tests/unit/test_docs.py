@@ -204,10 +204,11 @@ def test_evidence_skips_what_is_recorded_at_this_commit(tmp_path: Path):
     commit("docs/page.md")
     measured("old", first, seconds=90)
     measured("new", second, seconds=30)
-    measured("dirty", f"{second}-dirty", rows=[{"minutes": 2.5}, {"minutes": 1.0}])
+    long = "bash scripts/test.sh --long dirty"
+    measured("dirty", f"{second}-dirty", command=long, rows=[{"minutes": 2.5}, {"minutes": 1.0}])
     measured("gpu_ipc", first)
     found = left(data, tmp_path)
-    assert found == {"python -m old": [data / "old.json"], "python -m dirty": [data / "dirty.json"]}
+    assert found == {"python -m old": [data / "old.json"], long: [data / "dirty.json"]}
     assert [last_seconds(paths) for paths in found.values()] == [90, 210]
     assert estimate([90, 210, None]) == (
         "3 commands are left: 5 min by their last durations, and 1 whose time nobody has counted yet."

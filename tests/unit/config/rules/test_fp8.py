@@ -103,6 +103,7 @@ def test_the_plan_counts_values_scales_and_the_largest_layer():
     assert saved == 48 * (experts + attention) * (1 - 4 / 16384)
 
 
+@pytest.mark.usefixtures("workplace")
 def test_keys_of_fp8_say_nothing_without_it():
     """NeMo RL's files have them, null or not, beside `fp8_cfg.enabled=false`."""
     config = load_config("grpo_tiny.yaml")
@@ -114,6 +115,7 @@ def test_keys_of_fp8_say_nothing_without_it():
     assert find_problems(load_config("grpo_tiny.yaml", given)) == []
 
 
+@pytest.mark.usefixtures("workplace")
 def test_what_no_host_has_is_refused():
     from mrl.check import examine
 
