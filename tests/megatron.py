@@ -28,9 +28,14 @@ WHEEL = "-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 def unpack_newest(folder: Path) -> Path:
     """Fills `folder` with sources of listed hash from the package index and returns it; skips without an index."""
     try:
-        _, wheel = download("megatron-core", VERSION, WHEEL)
+        return fetch(folder)
     except urllib.error.URLError as error:
         pytest.skip(f"no package index answers: {error}")
+
+
+def fetch(folder: Path) -> Path:
+    """Fills `folder` as `unpack_newest` does; raises URLError without an index."""
+    _, wheel = download("megatron-core", VERSION, WHEEL)
     assert hashlib.sha256(wheel).hexdigest() in (ROOT / "constraints-gpu.hashes.txt").read_text()
     zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
     return folder

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "megatron019": policy suites on newer Pythons' megatron-core; each version reads the other's checkpoints."""
+"""Parts "megatron019" and "megatron016": tables of newer Pythons' megatron-core; suites of the older one.
+
+CI runs the policy and the stack on the newer one. Each version reads the other's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,18 @@ import numpy as np
 import pytest
 
 from tests import models
-from tests.megatron import VERSION, environment, unpack_newest
+from tests.megatron import IS_NEWEST, VERSION, environment, unpack_newest
 from tests.sources import ROOT
 
-pytestmark = [pytest.mark.long("megatron019"), pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.timeout(7200)
 
-SUITES = {
+OLDER = {
     "policy": ["tests/stack/policy", "tests/stack/test_library_fields.py", "tests/stack/test_cpu_hosts_page.py"],
+    "loop": ["tests/stack/loop", "tests/stack/pipeline", "tests/stack/refit"],
+}
+NEWER = {
     "parity": ["tests/stack/policy", "--long", "parity"],
     "conversion": ["tests/stack/policy/test_conversion.py", "--long", "conversion"],
-    "loop": ["tests/stack/loop", "tests/stack/pipeline", "tests/stack/refit"],
     "learn": ["tests/learn/test_learns.py"],
 }
 TIMEOUT_S = 7000
@@ -44,11 +49,20 @@ def python(*words: object, environment: Mapping[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.long("megatron016")
+@pytest.mark.skipif(IS_NEWEST, reason="the newest megatron-core is installed")
+@pytest.mark.parametrize("suite", OLDER)
+def test_suites_pass_on_the_installed_megatron(suite: str):
+    assert "passed" in python("-m", "pytest", "-q", *OLDER[suite], environment=os.environ)
+
+
+@pytest.mark.long("megatron019")
+@pytest.mark.parametrize("suite", NEWER)
 def test_suites_pass_on_the_newest_megatron(newest: Path, suite: str):
-    assert "passed" in python("-m", "pytest", "-q", *SUITES[suite], environment=environment(newest))
+    assert "passed" in python("-m", "pytest", "-q", *NEWER[suite], environment=environment(newest))
 
 
+@pytest.mark.long("megatron019")
 @pytest.mark.parametrize("is_newer_first", [False, True], ids=["older to newer", "newer to older"])
 def test_checkpoints_go_on_at_another_version_and_layout(newest: Path, tmp_path: Path, is_newer_first: bool):
     model = models.save_nemotron_h(tmp_path / "model")

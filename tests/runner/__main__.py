@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
+from tests import megatron
 from tests.runner.part import Result
 from tests.runner.progress import Progress, read_progress
 from tests.sources import ROOT
@@ -62,6 +64,8 @@ LIGHT = ("unit", "config", "entries", "types", "proof", "hostile", "browser", "s
 """Parts of few processes at a time, and little memory; the others are heavy."""
 NEWCOMER_ONLY = ("smoke",)
 """Parts of which the full run has other tests for each claim."""
+ON_NEWEST = ("stack", "policy", "smoke")
+"""Parts that run the megatron-core of GPU hosts, which pip does not install on the Python of the suites."""
 
 
 def main() -> int:
@@ -72,7 +76,8 @@ def main() -> int:
     ]
     try:
         with tempfile.TemporaryDirectory(prefix="mrl-tests-") as folder:
-            return run_all(commands, Path(folder), show_all=arguments.full or arguments.long)
+            variables = environments(commands, Path(folder))
+            return run_all(commands, variables, Path(folder), show_all=arguments.full or arguments.long)
     finally:
         for loop in loops:
             loop.kill()
@@ -117,7 +122,24 @@ def choose(arguments: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
-def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> int:
+def environments(parts: Collection[str], folder: Path) -> dict[str, dict[str, str]]:
+    """The environments of those parts that run another megatron-core than the installed one."""
+    chosen = [name for name in parts if name in ON_NEWEST]
+    if not chosen or megatron.IS_NEWEST:
+        return {}
+    (place := folder / "megatron").mkdir()
+    try:
+        variables = megatron.environment(megatron.fetch(place))
+    except urllib.error.URLError as error:
+        print(f"no package index answers ({error}): {', '.join(chosen)} run the installed megatron-core", flush=True)
+        return {}
+    print(f"{', '.join(chosen)}: megatron-core {megatron.VERSION}, as on GPU hosts", flush=True)
+    return dict.fromkeys(chosen, variables)
+
+
+def run_all(
+    commands: dict[str, list[str]], variables: Mapping[str, Mapping[str, str]], folder: Path, *, show_all: bool
+) -> int:
     """Runs every part, says how far, then what came of it; 1 if one failed. Long parts run alone, as they measure."""
     started, cpu_before = time.monotonic(), psutil.cpu_times()
     speed = speed_loop()
@@ -128,7 +150,9 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
         while len(running) < max_parts and (name := next_part(waiting, running)):
             waiting.remove(name)
             running[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT
+                [sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]],
+                cwd=ROOT,
+                env=variables.get(name),
             )
         time.sleep(0.2)
         for name in [name for name, process in running.items() if process.poll() is not None]:

@@ -14,7 +14,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 from ray.cluster_utils import Cluster
 
-from tests.sources import ROOT
+from tests.sources import search_path
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int,
 
     The last one says that it has `last_gpus`.
     """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), search_path()]))
     # A run of one node, earlier in this process, keeps Ray on 127.0.0.1, where runs of other processes do not find it.
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     # An earlier test of this process may have had a cluster, whose token is gone.
