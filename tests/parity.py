@@ -42,6 +42,8 @@ def hf_scores(model: PreTrainedModel, prompt: Sequence[int], generated: Sequence
     def note_margin(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).float()
         logits = hidden @ router.get_parameter("weight").float().T
+        if (own := dict(router.named_parameters()).get("bias")) is not None:
+            logits = logits + own
         bias = dict(router.named_buffers()).get("e_score_correction_bias")
         # A softmax does not change the order, and its rounding does not decide: Megatron chooses by logits.
         scores = logits if bias is None else torch.sigmoid(logits) + bias
@@ -49,7 +51,7 @@ def hf_scores(model: PreTrainedModel, prompt: Sequence[int], generated: Sequence
         # Rounding moves a sigmoid by at most a quarter of what it moves the logit.
         margins.append((best[:, -2] - best[:, -1]) * (1 if bias is None else 4))
 
-    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    routers = [module for name, module in model.named_modules() if name.endswith((".gate", ".mlp.router"))]
     handles = [router.register_forward_pre_hook(note_margin) for router in routers]
     try:
         with torch.inference_mode():

@@ -29,6 +29,7 @@ WIDER: dict[str, Any] = dict(
 )
 LAYOUTS = ("one", "dp2", "tp2 sp", "tp2 sp ep2 etp2", "tp2 sp dp2 ep2", "pp2 dp2 ep2", "tp2 sp pp2 ep2", "cp2 dp2 ep2")
 CHANGES: dict[str, dict[str, object]] = {
+    "gpt_oss": dict(num_local_experts=4, head_dim=64, intermediate_size=96, num_hidden_layers=2),
     "glm4_moe": dict(attention_bias=False, use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2),
     "llama": dict(num_key_value_heads=4, intermediate_size=96),
     "mixtral": dict(num_local_experts=4, hidden_size=96),
@@ -63,11 +64,16 @@ def test_parameters_are_those_of_models_on_the_meta_device(name: str, is_changed
     assert PlanModel(config).num_parameters == meta_elements(hf_config)
 
 
-@pytest.mark.parametrize(
-    "name", ["nemotron3_nano_30b_a3b", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "qwen3_5_35b_a3b_text"]
-)
+MODELS = ROOT / "scripts/bench/models"
+PUBLISHED = {path.name.removesuffix(".config.json"): path for path in sorted(MODELS.glob("*.config.json"))}
+GPT_OSS = ("openai/gpt-oss-20b", "openai/gpt-oss-120b")
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *GPT_OSS])
 def test_parameters_of_published_models_are_those_on_the_meta_device(name: str):
-    hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
+    groups = json.loads((MODELS / "hub.json").read_text())
+    of_hub = {model: group["config"] for group in groups for model in group["ids"]}
+    hf_config = json.loads(PUBLISHED[name].read_text()) if name in PUBLISHED else of_hub[name]
     assert PlanModel(hf_config).num_parameters == meta_elements(hf_config)
 
 

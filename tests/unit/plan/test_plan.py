@@ -81,6 +81,9 @@ HUB = {
         ("zai-org/GLM-4.6", 355, 32, 0),
         ("Qwen/Qwen1.5-MoE-A2.7B", 14.3, 2.7, 2),
         ("Qwen/Qwen2-57B-A14B", 57.4, 14, 2),
+        # arXiv:2508.10925, table 1, counts the output alone.
+        ("openai/gpt-oss-20b", 20.91, 3.61, 1),
+        ("openai/gpt-oss-120b", 116.83, 5.13, 1),
     ],
 )
 def test_a_token_meets_the_published_number_of_active_parameters(

@@ -25,8 +25,7 @@ from tests.reading import read_layout
 from tests.sources import ROOT
 
 HUB = json.loads((ROOT / "scripts" / "bench" / "models" / "hub.json").read_text())
-(OF_20B,) = [group["config"] for group in HUB if "openai/gpt-oss-20b" in group["ids"]]
-OF_120B = OF_20B | dict(num_hidden_layers=36, num_local_experts=128)
+OF_20B, OF_120B = (group["config"] for group in HUB if str(group["ids"][0]).startswith("openai/gpt-oss"))
 EXPERTS = "model.layers.1.mlp.experts."
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
 
