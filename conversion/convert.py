@@ -43,7 +43,7 @@ from conversion.files.manifest import (
     read_manifest,
     seal,
 )
-from conversion.files.reading import content_hash, file_state, is_named_by_sha256
+from conversion.files.reading import content_hash, file_state, is_named_by_sha256, read_json
 from conversion.files.safetensors import SafetensorsFolder, write_safetensors
 from conversion.files.torch_dist import (
     EMBEDDING_KEY,
@@ -238,6 +238,11 @@ class OpenCheckpoint:
 def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     """The checkpoint in a step folder, a weights folder or an iter_ folder."""
     paths = find_checkpoint(mcore)
+    if (otherwise := family(paths.hf_config).held_otherwise) and not _is_ours(paths.iteration):
+        raise ValueError(
+            f"--mcore {paths.iteration}: other trainers than mrl wrote it, and they hold {otherwise}; have its trainer "
+            "write a Hugging Face folder, and convert that"
+        )
     folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
     rows, vocabulary = folder.shape(EMBEDDING_KEY)[0], paths.hf_config.get("vocab_size")
     if not isinstance(vocabulary, int) or rows < vocabulary:
@@ -255,6 +260,14 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
         return OpenCheckpoint(paths, folder, tensors, tensors, None)
     factors = CanonicalTensors(folder, layout | adapters.layout)
     return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def _is_ours(iteration: Path) -> bool:
+    """Tells a checkpoint of mrl by its settings in JSON: Megatron-Bridge writes YAML, Megatron-LM nothing."""
+    try:
+        return isinstance(read_json(iteration / RUN_CONFIG_FILE), dict)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _common_dtype(source: CanonicalTensors | MergedTensors, config: HfConfig) -> torch.dtype:

@@ -245,6 +245,8 @@ class Family:
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
     left_out: str = ""
     """First letters of the names of such layers, where they stand apart."""
+    held_otherwise: str = ""
+    """What checkpoints of Megatron-LM and Megatron-Bridge hold in another form, in words; empty: nothing."""
 
     def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
         """Tells whether a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""

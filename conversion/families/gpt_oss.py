@@ -130,4 +130,5 @@ FAMILY = Family(
     model_class="gpt",
     has_ends_everywhere=True,
     has_transposed_experts=True,
+    held_otherwise="all gates of an expert above all its up projections in linear_fc1",
 )

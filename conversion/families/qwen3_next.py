@@ -137,6 +137,7 @@ def delta_family(read: Callable[[HfConfig], decoder.Decoder], projections: Proje
         has_ends_everywhere=True,
         num_at_end=num_at_end,
         left_out="mtp.",
+        held_otherwise="the norm in a delta net less one",
     )
 
 

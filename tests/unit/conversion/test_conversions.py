@@ -320,3 +320,25 @@ def test_missing_and_added_files_are_found(pair: tuple[Path, Path], tmp_path: Pa
     ]
     with pytest.raises(ValueError, match="common.pt: missing"):
         check_files(checkpoint, ["iter_0000000/common.pt"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "held"),
+    [
+        ("gpt_oss", "all gates of an expert above all its up projections"),
+        ("qwen3_5_moe_text", "the norm in a delta net less one"),
+    ],
+)
+@pytest.mark.parametrize(
+    "settings", [None, "model:\n  _target_: megatron.bridge.models.gpt_provider.GPTModelProvider\n"]
+)
+def test_what_other_trainers_hold_otherwise_is_refused(
+    folders, tmp_path: Path, model_type: str, held: str, settings: str | None
+):
+    """Megatron-LM writes no run_config.yaml, Megatron-Bridge its own."""
+    convert_hf_to_mcore(folders[model_type], tmp_path / "mcore")
+    (tmp_path / "mcore" / "manifest.json").unlink()
+    path = tmp_path / "mcore" / "iter_0000000" / "run_config.yaml"
+    path.unlink() if settings is None else path.write_text(settings)
+    with pytest.raises(ValueError, match=f"other trainers than mrl wrote it, and they hold {held}"):
+        convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
