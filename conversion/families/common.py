@@ -246,7 +246,7 @@ class Family:
     left_out: str = ""
     """First letters of the names of such layers, where they stand apart."""
     held_otherwise: str = ""
-    """What checkpoints of Megatron-LM and Megatron-Bridge hold in another form, in words; empty: nothing."""
+    """Weights that Megatron-LM and Megatron-Bridge hold in another form, in words; empty: none."""
 
     def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
         """Tells whether a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""

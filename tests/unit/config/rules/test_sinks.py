@@ -39,6 +39,16 @@ def test_what_is_not_built_is_refused(tmp_path: Path, word: str, rule: str):
     assert any(rule in problem.rule for problem in found), found
 
 
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "ngram"])
+def test_drafters_with_weights_of_their_own_are_refused(tmp_path: Path, method: str):
+    (tmp_path / "config.json").write_text(json.dumps(OF_20B))
+    section = "policy.generation.vllm_kwargs.speculative_config"
+    word = f"++{section}={{method: {method}, num_speculative_tokens: 2}}"
+    config = load_config("grpo_qwen3_30ba3b.yaml", [f"policy.model_name={tmp_path}", word])
+    found = [problem.key for problem in find_problems(config) if problem.key.startswith(section)]
+    assert found == ([] if method == "ngram" else [f"{section}.method"])
+
+
 def test_experts_that_workers_cannot_share_evenly_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(OF_20B | dict(num_local_experts=36)))
     key = f"{ENGINE}.expert_parallel_size"
