@@ -131,6 +131,24 @@ def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(
     assert differences(plain["crowd"], run(engine, crowd())) == []
 
 
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_n_grams_change_no_bit_of_attention_with_sinks_and_windows(
+    start_engine: StartEngine, tmp_path: Path, chunk: int
+):
+    model, found = models.tiny_model("gpt_oss"), []
+    # Layers that add little: a token mostly follows from the one before, and n-grams return.
+    factors = {"o_proj.weight": 0.3, "down_proj": 0.3, "embed_tokens.weight": 10, "lm_head.weight": 10}
+    for name, parameter in model.named_parameters():
+        parameter.data *= next((factor for end, factor in factors.items() if name.endswith(end)), 1)
+    model.save_pretrained(tmp_path)
+    for speculation in (None, NGRAM):
+        engine = start_engine(tmp_path, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
+        engine.set_weight_version(0)
+        found.append([run(engine, crowd()), run(engine, requests_of_all_kinds())])
+    for plain, speculated in zip(*found, strict=True):
+        assert differences(plain, speculated) == [] and total(speculated).num_accepted > 0
+
+
 @LONG
 def test_a_request_samples_the_same_with_any_number_of_proposals(start_engine: StartEngine, folder: Path):
     first, second = (sampled(start_engine(folder, speculation=MTP | dict(num_speculative_tokens=n))) for n in (1, 4))

@@ -66,11 +66,8 @@ def test_parameters_are_those_of_the_published_models(name: str, parameters: int
     assert PlanModel(hf_config(name)).num_parameters == parameters
 
 
-HUB = {
-    name: group["config"]
-    for group in json.loads((ROOT / "scripts/bench/models/hub.json").read_text())
-    for name in group["ids"]
-}
+_GROUPS = json.loads((ROOT / "scripts/bench/models/hub.json").read_text())
+HUB = {name: group["config"] for group in _GROUPS for name in group["ids"]}
 
 
 @pytest.mark.parametrize(
