@@ -105,8 +105,7 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
             # gradient of the keys' rotary part from its own heads alone.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
             attention.kv_layernorm = TorchNorm
-            if config.q_lora_rank is not None:
-                attention.q_layernorm = TorchNorm
+            attention.q_layernorm = None if config.q_lora_rank is None else TorchNorm
             parts.sharded_state_dict_keys_map = {
                 "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
                 "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
