@@ -32,7 +32,8 @@ def turn_seed(request: RolloutRequest) -> int:
     earlier, num_begun = request.transcript, num_begun_tokens(request)
     turns = len(earlier.turns) - (earlier.finish_reason == "abort") if earlier is not None else 0
     seed = hashed_seed(f"{request.seed}/{turns}") if turns else request.seed
-    return (seed + num_begun * SEED_STEP) % 2**64
+    # int64, as vLLM's second model runner keeps seeds; generators take it modulo 2**64.
+    return (seed + num_begun * SEED_STEP + 2**63) % 2**64 - 2**63
 
 
 def num_begun_tokens(request: RolloutRequest) -> int:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
+from mrl.types import Rollout
 from tests.rollouts import StartEngine, differences, random_requests, request, run
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
-    from mrl.types import Rollout, RolloutRequest
+    from mrl.types import RolloutRequest
 
 REQUESTS = random_requests(12, max_new_tokens=24)
 
@@ -80,6 +82,19 @@ def test_the_tokens_that_it_gets_stay_as_they_are(engine: Engine):
 def seed_behind(one: RolloutRequest, begun: Rollout) -> int:
     """Seed of a request, so many of splitmix64's steps later."""
     return (one.seed + len(begun.token_ids) * 0x9E3779B97F4A7C15) % 2**64
+
+
+def test_seeds_are_those_that_vllm_takes():
+    from mrl.rollout.requests import sampling_params
+
+    one = request([5, 6, 7], max_new_tokens=20)
+    for length in range(1, 20):
+        tokens = np.zeros(length, np.int32)
+        begun = Rollout(one, 0, tokens, tokens.astype(np.float32), "abort")
+        seed = sampling_params(replace(one, earlier=begun), max_model_len=64).seed
+        # On GPUs vLLM writes it into an array of int64.
+        generator = torch.Generator().manual_seed(int(np.array(seed, np.int64)))
+        assert generator.initial_seed() == seed_behind(one, begun)
 
 
 def test_a_further_turn_goes_on(engine: Engine):
