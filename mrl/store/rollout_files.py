@@ -400,7 +400,11 @@ class KeptRollouts:
             for group, _ in found:
                 self._taken.pop(group.key, None)
             # What this attempt has not asked for yet stays for the next one.
-            left = [held for held in (*self._usable.values(), *self._taken.values()) if held[0].num_unjudged]
+            left = [
+                (group, step)
+                for group, step in (*self._usable.values(), *self._taken.values())
+                if group.num_unjudged and self._is_needed(group.key, step, self._checkpoint)
+            ]
         return [*found, *left] if found else []
 
     def _replace(self, unfinished: Sequence[tuple[RolloutGroup, int]]) -> None:

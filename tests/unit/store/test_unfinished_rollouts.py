@@ -120,6 +120,18 @@ def test_what_an_attempt_has_not_asked_for_yet_outlives_its_writes_and_what_it_h
     assert a is not None and a.is_kept and not a.begun and b is not None and [one.length for one in b.begun] == [9, 4]
 
 
+def test_what_an_attempt_never_asks_for_goes_once_it_is_too_old(tmp_path: Path):
+    first = Attempt(tmp_path)
+    first.write(unfinished("a", 5, 4), unfinished("b", 5, 4))
+    first.kept.close()
+    second = Attempt(tmp_path)
+    second.kept.follow(RunState(step=3, weight_version=8), LedgerState())
+    second.kept.prepare(3, ends=False)
+    second.kept.published(3)
+    second.write(unfinished("c", 8, 6))
+    second.kept.close()
+
+
 def test_versions_are_those_of_the_attempt_and_groups_that_get_whole_are_kept(tmp_path: Path):
     """Tokens from the weights before a checkpoint, and from its own, as `grpo.oversample` leaves them."""
     first = Attempt(tmp_path, step=2)
