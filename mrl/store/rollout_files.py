@@ -371,13 +371,7 @@ class KeptRollouts:
                     )
                 except (OSError, RuntimeError) as error:  # there may be room later; an engine that has died comes back
                     has_failed = False
-                    if not (self._is_over or self._is_said):
-                        logger.warning(
-                            "%s: some rollouts are not kept, and a resumed run samples them again: %s",
-                            self._folder,
-                            error,
-                        )
-                    self._is_said = True
+                    self._say(error)
                 finally:
                     with self._changed:
                         self._is_last = self._is_last and not is_last
@@ -386,10 +380,22 @@ class KeptRollouts:
                         self._whole = {key: held for key, held in kept if not any(held[0] is group for group in due)}
                         self._changed.notify_all()
 
+    def _say(self, error: Exception) -> None:
+        """Warns of what is not kept, once until the next checkpoint."""
+        if not (self._is_over or self._is_said):
+            logger.warning(
+                "%s: some rollouts are not kept, and a resumed run samples them again: %s", self._folder, error
+            )
+        self._is_said = True
+
     def _look(self, is_last: bool) -> list[tuple[RolloutGroup, int]]:
         """The groups that are not whole, each with the step of its weights, if there is anything new to keep."""
         self._unfinished_at = time.monotonic() + self._unfinished_s
-        groups = self._unfinished(is_last)
+        try:
+            groups = self._unfinished(is_last)
+        except RuntimeError as error:  # whole groups are written all the same
+            self._say(error)
+            return []
         with self._changed:
             steps = [self._steps.get(group.oldest_version) for group in groups]
             found = [

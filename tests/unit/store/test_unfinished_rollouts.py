@@ -238,3 +238,19 @@ def test_a_run_that_ends_writes_once_more(tmp_path: Path):
     kept.write_last()  # returns, and what is written stays
     kept.close()
     assert written(tmp_path) == ["a"]
+
+
+def test_whole_groups_are_written_though_engines_do_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    attempt, asked = Attempt(tmp_path), list[bool]()
+    attempt.kept._unfinished_s = 1e-9  # at each look there is something else to write
+
+    def silent(is_last: bool) -> list[RolloutGroup]:
+        asked.append(is_last)
+        if len(asked) == 1:
+            attempt.kept.note(whole("a", 5))
+        raise RuntimeError("no answer")
+
+    attempt.kept.watch(lambda weight_version: 0, silent)
+    wait_until(lambda: len(asked) > 2, "two more looks")
+    attempt.kept.close()
+    assert written(tmp_path) == ["a"] and "no answer" in caplog.text
