@@ -149,6 +149,20 @@ def over_judged(text: str, num_judged: float, num_rollouts: float) -> str:
     return f"{text}, over {num_judged:,.0f} of {num_rollouts:,.0f} judged" if num_judged else NONE_JUDGED
 
 
+def for_decisions(name: str, metrics: Mapping[str, float]) -> float | None:
+    """A metric by which a run ends or a checkpoint stays; None: absent.
+
+    A validation of which little was judged must not look like the best: in its mean rewards, rollouts without a reward
+    count as 0 here.
+    """
+    value, (section, _, quantity) = metrics.get(name), name.rpartition("/")
+    num_judged = metrics.get(f"{section}/{NUM_JUDGED}")
+    num_rollouts = metrics.get(f"{section}/num_rollouts", metrics.get(f"{section}/num_samples"))
+    if value is None or quantity not in ("accuracy", "reward") or num_judged is None or not num_rollouts:
+        return value
+    return min(value, value * num_judged / num_rollouts)
+
+
 def charts() -> list[tuple[str, list[str], str]]:
     """The charts of the report: title, names of metrics (`*` is any environment), and "stack" if these add up."""
     found: dict[str, list[str]] = {}

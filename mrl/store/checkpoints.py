@@ -27,7 +27,7 @@ from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, FileRecor
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
-from mrl.metrics import NEMO_RL_RANKS
+from mrl.metrics import NEMO_RL_RANKS, for_decisions
 from mrl.phases import ModelName
 from mrl.store.ledger import Ledger
 from mrl.store.marks import (
@@ -228,7 +228,8 @@ class CheckpointStore:
             remove_marked(folder)
 
     def _value(self, state: RunState) -> float | None:
-        value = None if self.metric_name is None else state.metrics.get(self.metric_name)
+        name, metrics = self.metric_name or "", state.metrics
+        value = for_decisions(name, metrics) if self.higher_is_better else metrics.get(name)
         return value if value is not None and math.isfinite(value) else None
 
     def _prune(self, newest_step: float = math.inf) -> None:

@@ -19,7 +19,7 @@ from mrl.algo.rewards import has_signal, shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
-from mrl.metrics import NUM_JUDGED
+from mrl.metrics import NUM_JUDGED, for_decisions
 from mrl.store.evaluations import mean_pass_at_k, reward_metrics
 from mrl.types import Batch, Proposals, RolloutGroup, Status
 
@@ -258,8 +258,8 @@ def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
         raise ValueError(
             f"grpo.stop_at_validation_metric={name}: no metric of validations; use one of {', '.join(sorted(measured))}"
         )
-    if measured[name] >= threshold:
-        logger.info(
-            "Validation %s of %.4f has reached grpo.stop_at_validation_threshold=%g", name, measured[name], threshold
-        )
-    return measured[name] >= threshold
+    value = for_decisions(f"val/{name}", metrics)
+    assert value is not None
+    if value >= threshold:
+        logger.info("Validation %s of %.4f has reached grpo.stop_at_validation_threshold=%g", name, value, threshold)
+    return value >= threshold

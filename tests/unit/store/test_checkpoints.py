@@ -19,8 +19,8 @@ def store(folder: Path, **settings: object) -> CheckpointStore:
     return CheckpointStore(folder, CheckpointingConfig(**{"save_period": 1, **settings}))
 
 
-def save(checkpoints: CheckpointStore, step: int, accuracy: float | None = None) -> Path:
-    metrics = {} if accuracy is None else {"val/accuracy": accuracy}
+def save(checkpoints: CheckpointStore, step: int, accuracy: float | None = None, **other: float) -> Path:
+    metrics = {} if accuracy is None else {"val/accuracy": accuracy, **{f"val/{name}": other[name] for name in other}}
     pending = checkpoints.begin(RunState(step=step, metrics=metrics))
     (pending.weights / "iter_0000000").mkdir()
     (pending.weights / "iter_0000000" / "data").write_bytes(bytes([step]) * 100)
@@ -238,6 +238,13 @@ def test_what_is_kept(tmp_path: Path, settings: dict[str, object], kept: list[in
     for step, accuracy in ACCURACIES.items():
         save(checkpoints, step, accuracy)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step}" for step in kept]
+
+
+def test_few_judged_rollouts_do_not_make_the_best_checkpoint(tmp_path: Path):
+    checkpoints = store(tmp_path, keep_top_k=1)
+    for step, accuracy, num_judged in ((1, 0.6, 512), (2, 1.0, 2), (3, 0.5, 512)):
+        save(checkpoints, step, accuracy, num_judged=num_judged, num_samples=512)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]
 
 
 def test_a_checkpoint_that_cannot_be_ranked_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):

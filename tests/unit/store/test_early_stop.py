@@ -22,6 +22,20 @@ TARGET = GrpoConfig(stop_at_validation_metric="accuracy", stop_at_validation_thr
             {"val/accuracy": 1.0, "val/math/num_judged": 0.0},
             False,
         ),
+        # Others were not judged: 0 would make 0.375 of all.
+        (TARGET, {"val/accuracy": 0.75, "val/num_judged": 2.0, "val/num_samples": 4.0}, False),
+        (TARGET, {"val/accuracy": 0.75, "val/num_judged": 3.0, "val/num_samples": 4.0}, True),
+        (
+            replace(TARGET, stop_at_validation_metric="math/reward"),
+            {"val/math/reward": 1.0, "val/math/num_judged": 1.0, "val/math/num_rollouts": 4.0},
+            False,
+        ),
+        # Rewards below 0 get no better by it.
+        (
+            replace(TARGET, stop_at_validation_threshold=-0.4),
+            {"val/accuracy": -0.6, "val/num_judged": 2.0, "val/num_samples": 4.0},
+            False,
+        ),
         # A step without validation.
         (TARGET, {"train/accuracy": 1.0}, False),
     ],
