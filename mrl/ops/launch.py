@@ -31,6 +31,7 @@ from mrl.gpus import find_misfit, read_builds
 from mrl.ops.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
+from mrl.store.resuming import IN_USE
 
 logger = logging.getLogger(__name__)
 printed = logging.getLogger(JOB)
@@ -368,7 +369,9 @@ def _runs(
 
 def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
     """Runs a command for a config that a start would not refuse; ValueError: it would."""
-    if refused := examine(options.config, options.overrides).refused:
+    checked = examine(options.config, options.overrides)
+    # A job waits for the one of the same run (`singleton` of ray.sub), and its start looks again.
+    if refused := [problem for problem in checked.refused if problem.id != IN_USE]:
         raise ValueError("; ".join([*map(str, refused), f"python -m mrl.train {options.config} ... --check says more"]))
     run(options)
 

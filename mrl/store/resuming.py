@@ -29,6 +29,8 @@ from mrl.store.run_files import OWNER
 
 # Hashing them takes a second.
 MAX_HASHED_BYTES = 512 << 20
+IN_USE = "run-folder/in-use"
+"""Id of the problem that another process has the run folder."""
 
 Data = Callable[[], dict[str, str] | None]
 """The part `data` of the identity; None if the rows are not here, or too many to read."""
@@ -56,7 +58,7 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
     try:
         if (holder := Ownership(path / OWNER).holder()) is not None:
             text = f"{key} is in use by {holder}; wait for it, stop it, or choose another folder"
-            found.problems.append(told(text, "run-folder/in-use", "to be provided"))
+            found.problems.append(told(text, IN_USE))
     except (OSError, ValueError) as error:
         found.problems.append(told(error, "run-folder"))
     try:

@@ -267,15 +267,18 @@ def test_damaged_checkpoints_are_said_and_left_alone(workplace: Path):
     assert sorted(path for path in run.rglob("*")) == [path for path in before if path != run / "step_5/COMPLETE"]
 
 
-def test_a_folder_in_use_is_said(workplace: Path):
+def test_a_folder_in_use_is_refused_and_a_job_for_it_may_wait(workplace: Path, capsys: pytest.CaptureFixture[str]):
     run = workplace / "results/grpo_tiny"
     run.mkdir(parents=True)
     hold = Ownership(run / "owner.json")
     hold.take()
     try:
-        (said,) = map(str, check.examine("grpo_tiny.yaml").provided)
+        (said,) = map(str, check.examine("grpo_tiny.yaml").refused)
+        codes = [check.main(["grpo_tiny.yaml", check.OPTION]), launch.main(["slurm", "grpo_tiny.yaml"])]
     finally:
         hold.give_back()
+    assert codes == [2, 0] and "Refused: 1" in capsys.readouterr().out
+    assert check.main(["grpo_tiny.yaml", check.OPTION]) == 0
     assert said.startswith(f"checkpointing.checkpoint_dir=results/grpo_tiny is in use by process {os.getpid()} on ")
 
 
