@@ -10,11 +10,13 @@ import argparse
 import functools
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from mrl.gpus import find_misfit, read_builds
 from mrl.ops.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
+from mrl.store.loggers.sink import flat
 from mrl.store.resuming import IN_USE
 
 logger = logging.getLogger(__name__)
@@ -64,7 +67,8 @@ def launch_slurm(options: argparse.Namespace) -> None:
         if options.submit:
             raise ValueError(fault)
         logger.warning("%s", fault)
-    printed.info("%s%s", slurm.render(job), "".join(f"# {line}\n" for line in further_nodes(config)))
+    notes = [*further_nodes(config), *compare_limits(config, options.time)]
+    printed.info("%s%s", slurm.render(job), "".join(f"# {line}\n" for line in notes))
     if options.submit:
         job.log_folder.mkdir(parents=True, exist_ok=True)
         command, variables = slurm.submission(job)
@@ -118,6 +122,36 @@ def further_nodes(config: RunConfig) -> list[str]:
     num_nodes = config.num_grader_nodes
     how = 'they join the head as docs/cluster.md says, "Nodes for rewards", and the run waits for them'
     return [f"Not in this job: the nodes of env.placement.num_nodes={num_nodes}; {how}"] if num_nodes else []
+
+
+def compare_limits(config: RunConfig, time_limit: str) -> list[str]:
+    """Tells how much of its time limit an attempt leaves unused, if that is more than half.
+
+    Raises:
+        ValueError: Slurm would end the attempt before `checkpointing.checkpoint_must_save_by`.
+    """
+    limit_s, save_by_s = slurm.in_seconds(time_limit), config.checkpointing.must_save_by_s
+    if limit_s is None or save_by_s is None:
+        return []
+    key = f"checkpointing.checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by}"
+    if save_by_s > limit_s - slurm.SIGNAL_S:
+        raise ValueError(
+            f"{key}: Slurm ends the attempt before, at --time {time_limit}, and signals that {slurm.SIGNAL_S} s ahead; "
+            "give a longer --time or an earlier time to save"
+        )
+    if 2 * save_by_s >= limit_s:
+        return []
+    way_out = "give a shorter --time or a later time to save"
+    return [f"{key}: an attempt ends there, with most of --time {time_limit} unused; {way_out}"]
+
+
+def placeholders(config: RunConfig) -> list[str]:
+    """Settings that still have a placeholder of a packaged config; of several with the same, the first."""
+    found: dict[str, str] = {}
+    for key, value in flat(asdict(config)).items():
+        for path in re.findall(r"/path/to/[\w./-]*", str(value)):
+            found.setdefault(path, key)
+    return [f"{key}={path}" for path, key in found.items()]
 
 
 def run_folder(config: RunConfig) -> dict[str, Path]:
@@ -361,6 +395,7 @@ def _runs(
     parser.add_argument("config", help="config file (a path, or a packaged name)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings in place of the config's")
     parser.add_argument("--name", default="mrl", help="of the job (default: mrl; on Slurm, after the run folder)")
+    parser.set_defaults(submit=False)
     if can_submit:
         parser.add_argument("--submit", action="store_true", help="send it, after printing it")
     parser.set_defaults(run=functools.partial(_run_checked, run))
@@ -373,7 +408,12 @@ def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Na
     # A job waits for the one of the same run (`singleton` of ray.sub), and its start looks again.
     if refused := [problem for problem in checked.refused if problem.id != IN_USE]:
         raise ValueError("; ".join([*map(str, refused), f"python -m mrl.train {options.config} ... --check says more"]))
+    config = load_config(options.config, options.overrides)
+    if (left := placeholders(config)) and options.submit:
+        raise ValueError(f"{', '.join(left)}: placeholders; put your own in their place")
     run(options)
+    if left:
+        printed.info("# To be replaced before a start: %s", ", ".join(left))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

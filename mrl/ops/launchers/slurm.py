@@ -4,11 +4,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import mrl
+
+SIGNAL_S = 300
+"""Seconds before the limit at which ray.sub has Slurm send the signal to save."""
+# The man page of sbatch: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]].
+_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_NO_LIMIT = ("UNLIMITED", "INFINITE", "0")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,18 @@ class SlurmJob:
 def job_name(run_folder: Path) -> str:
     """The name of all attempts of a run and no other: of jobs of one name, Slurm runs one at a time (`singleton`)."""
     return f"mrl-{run_folder.name}-{hashlib.sha256(str(run_folder).encode()).hexdigest()[:8]}"
+
+
+def in_seconds(limit: str) -> float | None:
+    """Seconds of a time limit as sbatch reads it; None: no limit."""
+    if limit.upper() in _NO_LIMIT:
+        return None
+    if (match := _LIMIT.fullmatch(limit)) is None:
+        raise ValueError(f"--time {limit}: no time limit of Slurm; write for example 8:00:00, or 1-12:00:00 for days")
+    days, first, second, third = (0 if part is None else int(part) for part in match.groups())
+    if match[1] is None and match[4] is None:  # minutes and seconds
+        return 60.0 * first + second
+    return ((24.0 * days + first) * 60 + second) * 60 + third
 
 
 def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:

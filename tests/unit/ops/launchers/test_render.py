@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from mrl.ops.launch import main
+from mrl.ops.launchers.slurm import SIGNAL_S, in_seconds
 from tests.sources import ROOT
 
 TINY = [
@@ -395,3 +396,45 @@ def test_overrides_may_follow_options_and_nodes_get_the_python_that_launches(cap
 
 def test_a_container_has_a_python_of_its_own(capsys: pytest.CaptureFixture[str]):
     assert "VENV" not in printed(capsys, "slurm", *TINY, "--container", "image.sqsh", "--mounts", "/shared:/shared")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [  # the forms of sbatch's man page
+        ("90", 5400), ("90:30", 5430), ("8:00:00", 28800), ("1-12", 129600), ("1-12:30", 131400),
+        ("1-12:30:15", 131415), ("0", None), ("unlimited", None),
+    ],
+)  # fmt: skip
+def test_time_limits_are_read_as_slurm_does(limit: str, seconds: float | None):
+    assert in_seconds(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["8h", "1:2:3:4", "1-", "-5", ""])
+def test_a_time_limit_that_is_none_is_refused(limit: str):
+    with pytest.raises(ValueError, match=re.escape(f"--time {limit}: no time limit of Slurm; write for example")):
+        in_seconds(limit)
+
+
+def test_a_run_that_would_save_later_than_its_job_may_last_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert f"#SBATCH --signal=B:USR1@{SIGNAL_S}\n" in (ROOT / "scripts/ray.sub").read_text()
+    words = ["slurm", *TINY, "checkpointing.checkpoint_must_save_by=00:03:40:00"]
+    assert main([*words, "--time=3:44:59"]) == 2
+    assert "checkpoint_must_save_by=00:03:40:00: Slurm ends the attempt before, at --time 3:44:59" in (
+        capsys.readouterr().out
+    )
+    note = "# checkpointing.checkpoint_must_save_by=00:03:40:00: an attempt ends there, with most of --time"
+    said = [printed(capsys, *words, f"--time={limit}") for limit in ("3:45:00", "7:20:00", "7:20:01", "UNLIMITED")]
+    assert [note in text for text in said] == [False, False, True, False]
+
+
+def test_a_job_with_placeholders_names_them_and_is_not_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["slurm", "grpo_nanov3.yaml", "--time=4:00:00", "--log-dir", str(tmp_path)]
+    named = (
+        "policy.model_name=/path/to/hf_checkpoint, data.train.data_path=/path/to/train.jsonl, "
+        "data.validation.data_path=/path/to/validation.jsonl"
+    )
+    assert printed(capsys, *words).splitlines()[-1] == f"# To be replaced before a start: {named}"
+    assert main([*words, "--submit"]) == 2
+    assert f"{named}: placeholders; put your own in their place" in capsys.readouterr().out
+    rows = [f"data.{part}.data_path=/shared/rows.jsonl" for part in ("train", "validation")]
+    assert "To be replaced" not in printed(capsys, *words, "policy.model_name=/shared/model", *rows)
