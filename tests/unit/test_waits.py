@@ -115,10 +115,10 @@ UNLIMITED = {
         "mrl/store/loggers/swanlab.py",
         "folder.mkdir(",
     ): "in a logger's thread, which the driver waits for within a limit",
-    (
-        "mrl/store/loggers/tensorboard.py",
-        "self._writer.flush()",
-    ): "in a logger's thread, which the driver waits for within a limit",
+    ("mrl/store/loggers/tensorboard.py", "folder.mkdir("): "in its logger's thread, which the run does not wait for",
+    ("mrl/store/loggers/tensorboard.py", "(folder / name).open("): "in the same thread",
+    ("mrl/store/loggers/tensorboard.py", "self._file."): "in the same thread",
+    ("mrl/store/loggers/tensorboard.py", "RecordWriter(record).write("): "into memory",
     ("mrl/store/samples.py", "file.write(lines"): "in `append_report_samples`, which `RunFolder` calls within a limit",
     (
         "mrl/store/samples.py",
