@@ -199,12 +199,12 @@ class CheckpointSaver:
         except OSError as error:
             if self._is_abandoned.is_set():
                 return
-            self._folder.checkpoints.remove_unfinished()
             before = self._saved_step
             stays = f"the one before it stays: step_{before}" if before else "there is none before it"
             reason = "; ".join(filter(None, [str(error), way_out(error, self._folder.path), stays]))
             text = f"the checkpoint of step {step} cannot be written: {reason}"
             logger.error("%s", text)
+            self._folder.checkpoints.remove_unfinished()
             if is_needed or is_shortage(error):  # the next step would fail, too, or hang
                 raise SaveFailed(text) from error
 

@@ -42,6 +42,7 @@ def attempt_that_fails(
             return True
 
         caplog.clear()
+        caplog.set_level("INFO", "mrl.store.checkpoints")
         ended = ends(attempt)
         return ended, [(record.levelname, record.getMessage()) for record in caplog.records], operations.count
 
@@ -64,6 +65,9 @@ def after_a_failure(ends, caplog: pytest.LogCaptureFixture, run: Path, number: i
         assert errors[0].endswith(f"; the one before it stays: step_{before}")
         assert errors[1].startswith(f"The attempt ended: {errors[0]}. ")
         assert errors[1].endswith("The same command resumes.")
+        texts = [text for _, text in said]
+        removals = [index for index, text in enumerate(texts) if text.startswith("removing ")]
+        assert all(index > texts.index(errors[0]) for index in removals)
     else:
         assert (ended, errors, newest(run)) == (0, [], before + 1)
     last = newest(run) + 2
