@@ -18,7 +18,9 @@ from mrl.store.run_files import Json, Row, setting
 
 Level = Literal["stop", "look"]
 Facts = Mapping[str, float]
-"""Numbers of the config that rules compare with: `num_prompts`, `max_lag`, `oversample`."""
+"""Numbers of the config that rules compare with: `num_prompts`, `max_lag`, `oversample`, and 1 for each of `SWITCHES`
+that is on.
+"""
 Measure = Callable[[Sequence[Row], Facts], float | None]
 
 WINDOW = 100
@@ -241,7 +243,7 @@ RULES = (
            _while_reward_rises(_times_as_long), 1.5, "the reward pays for length", f"{_HACKED}; grpo.reward_shaping"),
     Advice("hacked_truncated", "look", "reward rises, held-out rewards are not seen to; truncated share rose by",
            _while_reward_rises(_moved("rollout/truncated_fraction", only_up=True)), 0.1, "the reward pays for length",
-           f"{_HACKED}; grpo.overlong_filtering"),
+           f"{_HACKED}; grpo.overlong_filtering=true"),
     Advice("hacked_repetition", "look", "reward rises, held-out rewards are not seen to; repetitive share rose by",
            _while_reward_rises(_moved("rollout/repetitive_fraction", only_up=True)), 0.1,
            "the reward pays for repetitions", _HACKED),
@@ -250,13 +252,13 @@ RULES = (
     Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before",
            _growth_of_generation, 1.3,
          "answers grow longer, or other work slows the engines",
-         "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
+         "policy.generation.max_new_tokens; grpo.reward_shaping.enabled=true; rollout/mean_length"),
     Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,",
            _of_one_version(_mean("train/mean_abs_dlogp", steps=3)), 0.05,
          "engine and trainer compute different logprobs",
-         "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
+         "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled=true"),
     Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
-         "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
+         "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering=true"),
     Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
          "its reward function fails or times out",
          "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway*.log"),
@@ -273,7 +275,7 @@ RULES = (
          "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
     Advice("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
          "a few long rollouts hold all engines up, or rewards are slow",
-         "grpo.async_grpo.enabled; fewer engines; time/reward"),
+         "grpo.async_grpo.enabled=true; fewer engines; time/reward"),
     Advice("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
          "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
     Advice("refit_share", "look", "refit share of a step, 5 steps,", _share_of_time("time/refit", steps=5), 0.2,
@@ -281,13 +283,15 @@ RULES = (
          "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
     Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
          "rows are far longer than sequences",
-         "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
+         "policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens", is_below=True),
     Advice("checkpoint_waits", "look", f"share of {NUM_STEPS_WAITING} steps spent waiting for checkpoints",
          _share_of_time("time/checkpoint", steps=NUM_STEPS_WAITING), 0.1,
          "the disk is slow or saves are frequent",
          "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
 )  # fmt: skip
 """Liveness first, then hints; the page shows them in this order."""
+SWITCHES = frozenset(part for rule in RULES for part in rule.turn.split("; ") if part.endswith("=true"))
+"""Advice to switch something on, which a run that has it on is not given."""
 
 
 def number(value: float) -> str:
@@ -303,7 +307,8 @@ def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
         value = rule.value_if_held(trained, facts)
         if value is not None:
             seen = f"{rule.what} = {number(value)} ({'below' if rule.is_below else 'above'} {number(rule.limit)})"
-            found.append(Advisory(rule.key, rule.level, int(trained[-1]["step"] or 0), seen, rule.causes, rule.turn))
+            turn = "; ".join(part for part in rule.turn.split("; ") if not facts.get(part))
+            found.append(Advisory(rule.key, rule.level, int(trained[-1]["step"] or 0), seen, rule.causes, turn))
     return found
 
 
@@ -343,6 +348,7 @@ class Advisor:
 def facts_of(config: Json) -> Facts:
     """Numbers of a config, given as nested dicts, that rules compare with."""
     found = {
+        **{switch: setting(config, switch.removesuffix("=true")) for switch in SWITCHES},
         "num_prompts": setting(config, "grpo.num_prompts_per_step"),
         "oversample": setting(config, "grpo.oversample"),
     }

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from dataclasses import asdict
 
 import pytest
 
-from mrl.store.advisories import RULES, WINDOW, Advisor, _rise, advisories, facts_of, silence
-from mrl.store.run_files import Row
+from mrl.config.schema.run import RunConfig
+from mrl.store.advisories import RULES, SWITCHES, WINDOW, Advisor, _rise, advisories, facts_of, silence
+from mrl.store.run_files import Row, setting
 from tests.sources import ROOT
 from tests.unit.ops.view.runs import row
 
@@ -127,6 +129,23 @@ def test_an_advisory_says_what_was_seen_why_and_which_key():
     assert advisory.line() == (
         "[Look] step 7: kl = 0.62 (above 0.5). Likely: the policy runs away from the reference. "
         "Try: loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"
+    )
+
+
+def test_nobody_is_told_to_switch_on_what_is_on():
+    rows = steps(5, train__packing_efficiency=0.4)
+    tried = [
+        advisories(rows, facts_of({"policy": {"sequence_packing": {"enabled": is_on}}}))[0].turn
+        for is_on in (False, True)
+    ]
+    more = "policy.sequence_packing.train_mb_tokens"
+    assert tried == [f"policy.sequence_packing.enabled=true; {more}", more]
+
+
+def test_every_switch_is_one_of_the_config():
+    values = asdict(RunConfig())
+    assert {switch: type(setting(values, switch.removesuffix("=true"))) for switch in SWITCHES} == dict.fromkeys(
+        SWITCHES, bool
     )
 
 
