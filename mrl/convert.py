@@ -25,7 +25,7 @@ from conversion.progress import log_progress
 from mrl import env
 from mrl.config.model import model_folder
 from mrl.config.secrets import run_entry, start_logging
-from mrl.config.texts import aligned
+from mrl.config.texts import aligned, spell_bytes
 from mrl.store.checkpoints import RUN_CONFIG, checkpoints_text
 from mrl.store.console import bar_progress
 
@@ -121,10 +121,10 @@ def list_cache() -> None:
             model, state = "", "being built" if item.is_live else "leftover"
         seconds = time.time() - item.used
         age = f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
-        lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), age, state, model))
+        lines.append((item.key[:KEY_LENGTH], spell_bytes(item.num_bytes), age, state, model))
     for line in aligned(lines):
         logger.info("%s", line)
-    logger.info("%s in %s", _size(sum(item.num_bytes for item in items)), root)
+    logger.info("%s in %s", spell_bytes(sum(item.num_bytes for item in items)), root)
 
 
 def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None:
@@ -135,11 +135,11 @@ def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None
         logger.info(
             "%s  %s  removed (%s)  %s",
             removal.item.key[:KEY_LENGTH],
-            _size(removal.item.num_bytes),
+            spell_bytes(removal.item.num_bytes),
             removal.reason,
             model,
         )
-    logger.info("%s removed", _size(sum(removal.item.num_bytes for removal in removals)))
+    logger.info("%s removed", spell_bytes(sum(removal.item.num_bytes for removal in removals)))
 
 
 def cache_folder() -> Path:
@@ -149,13 +149,6 @@ def cache_folder() -> Path:
             f"{env.MRL_CACHE.name}=off: there is no cache to look at; unset it, or set it to the folder of the cache"
         )
     return root
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes / 1e3:.1f} kB"
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:

@@ -44,6 +44,14 @@ def rounded(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def spell_bytes(number: float) -> str:
+    """A size for people, in the unit that gives it a digit before the point: `442 GB`, `1.5 MB`, `0 kB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{rounded(number / factor)} {unit}"
+    return f"{rounded(number / 1e3)} kB"
+
+
 def rollout_name(request_id: str) -> str:
     """A rollout in words: `Rollout 7 of prompt train:3 in epoch 0`; a negative epoch is that of held-out prompts."""
     epoch, _, rest = request_id.partition("/")

@@ -16,7 +16,7 @@ from conversion.files.hf_folder import weight_files
 from mrl.config.model import read_model
 from mrl.config.rules.checks import checkpoint_bytes
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import counted
+from mrl.config.texts import counted, spell_bytes
 from mrl.data.planning import sequence_cost
 from mrl.phases import ModelName
 
@@ -71,7 +71,7 @@ def start_deadline(config: RunConfig) -> Deadline:
     if num_bytes is not None:
         read_s = num_bytes / READ_BYTES_PER_S
         what = "of weights" if len(sizes) == 1 else "of weights of the largest model"
-        parts[f"{read_s:,.0f} s for {num_bytes / 1e9:,.1f} GB {what} at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
+        parts[f"{read_s:,.0f} s for {spell_bytes(num_bytes)} {what} at {READ_BYTES_PER_S / 1e6:g} MB/s"] = read_s
     missing = [name for name, size in sizes.items() if size is None]
     rest = f"; the time to read the weights of {' and '.join(missing)} is added once they are here" if missing else ""
     return _deadline("start", config.deadlines.start_s, parts, rest)
@@ -140,7 +140,7 @@ def checkpoint_deadline(config: RunConfig) -> Deadline:
         except ValueError:
             missing.append(name)
     if num_bytes := sum(checkpoint_bytes(config, num_parameters).values()):
-        parts[f"{num_bytes / rate:,.0f} s for {num_bytes / 1e9:,.1f} GB at {rate / 1e9:g} GB/s"] = num_bytes / rate
+        parts[f"{num_bytes / rate:,.0f} s for {spell_bytes(num_bytes)} at {rate / 1e9:g} GB/s"] = num_bytes / rate
     rest = f"; the time to write is added once {' and '.join(missing)} is here" if missing else ""
     return _deadline("checkpoint", config.deadlines.checkpoint_s, parts, rest)
 

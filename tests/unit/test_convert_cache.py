@@ -55,7 +55,7 @@ def test_list_shows_entries_and_what_is_being_built(
     described = [" ".join(line.split()) for line in lines]
     assert described[0].startswith(old.name[:12]) and described[0].endswith(f"MB 3.0 days complete {other}")
     assert described[1].startswith(key[:12]) and described[1].endswith(f"MB 0.0 hours in use {model}")
-    assert described[2] == f"{'f' * 12} 0.0 kB 0.0 hours being built"
+    assert described[2] == f"{'f' * 12} 0 kB 0.0 hours being built"
     assert len(lines) == 3
 
 
@@ -65,11 +65,11 @@ def test_gc_removes_by_age_and_size_and_says_what(
     entries = [cached_mcore(folder, root).parent for folder in (model, other)]
     used = time.time() - 3 * DAY_S
     os.utime(entries[1] / "entry.json", (used, used))
-    assert run(capsys, "gc") == ["0.0 kB removed"]
+    assert run(capsys, "gc") == ["0 kB removed"]
     removed, _ = run(capsys, "gc", "--older-than", "2.5")
     assert entries[1].name[:12] in removed and "not used for 3.0 days" in removed
     assert [item.path for item in cache_items(root)] == [entries[0]]
-    assert run(capsys, "gc", "--max-size", "1GB") == ["0.0 kB removed"]
+    assert run(capsys, "gc", "--max-size", "1GB") == ["0 kB removed"]
     assert len(run(capsys, "gc", "--max-size", "0.001MB")) == 2
     assert cache_items(root) == []
 

@@ -14,7 +14,7 @@ import pytest
 
 from mrl import convert
 from mrl.__main__ import COMMANDS
-from mrl.config.texts import rounded
+from mrl.config.texts import rounded, spell_bytes
 from mrl.ops import launch
 from mrl.ops.view import server as view_main
 from tests.sources import ROOT
@@ -44,6 +44,23 @@ def test_a_time_that_was_computed_is_printed_in_three_digits():
     ]
     unrounded = re.compile(r"\{[^{}]*[a-z][^{}]*:g\} s(econds)?\b")
     assert [path for path in (ROOT / "mrl").rglob("*.py") if unrounded.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_size_is_printed_in_its_own_unit():
+    sizes = (441_954_623_488, 1e9, 999e6, 1_048_576, 5_242, 12, 0)
+    assert [spell_bytes(size) for size in sizes] == [
+        "442 GB",
+        "1 GB",
+        "999 MB",
+        "1.05 MB",
+        "5.24 kB",
+        "0.012 kB",
+        "0 kB",
+    ]
+    unsized = re.compile(r"1e9:[,.\d]*[fg]\} GB\b(?!/s)")
+    found = {path.name for path in (ROOT / "mrl").rglob("*.py") if unsized.search(path.read_text(encoding="utf-8"))}
+    # Of memory, which is many GB.
+    assert found == {"host.py", "lifetime.py", "plausible.py", "rollout_files.py"}
 
 
 def test_names_in_files_cannot_control_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,7 +20,7 @@ from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, data, fp8, judges, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import counted
+from mrl.config.texts import counted, spell_bytes
 from mrl.phases import ModelName
 
 
@@ -119,8 +119,8 @@ class CheckpointDemand:
     @property
     def text(self) -> str:
         return (
-            f"{counted(self.num_kept, 'checkpoint')} of {self.checkpoint_bytes / 1e9:.2f} GB and one being written "
-            f"need {self.needed_bytes / 1e9:.2f} GB more, {self.free_bytes / 1e9:.2f} GB are free"
+            f"{counted(self.num_kept, 'checkpoint')} of {spell_bytes(self.checkpoint_bytes)} and one being written "
+            f"need {spell_bytes(self.needed_bytes)} more, {spell_bytes(self.free_bytes)} are free"
         )
 
 

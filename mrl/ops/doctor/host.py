@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mrl.cluster.lifetime import Capacity
 from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, longest_folder
+from mrl.config.texts import spell_bytes
 from mrl.ops.doctor.findings import Finding
 from mrl.ops.doctor.gpus import Gpus
 from mrl.ops.doctor.probe import GIB, TEMPORARY, UNLIMITED, Disk, HostFacts, Network, Ports
@@ -186,7 +187,7 @@ def _limits(facts: HostFacts, *, is_large: bool) -> list[Finding]:
 
 def _disk(use: str, disk: Disk) -> Finding:
     name = f"disk for {use}"
-    found = f"{disk.folder}: {disk.free_bytes / 1e9:,.1f} of {disk.total_bytes / 1e9:,.1f} GB free"
+    found = f"{disk.folder}: {spell_bytes(disk.free_bytes)} of {spell_bytes(disk.total_bytes)} are free"
     if not disk.is_writable:
         remedy = "make it, make room there, or set TMPDIR" if use == TEMPORARY else "choose another folder"
         return Finding(name, "problem", f"{disk.folder} cannot be written to", f"{remedy}, or change its owner")

@@ -26,6 +26,7 @@ from conversion.files.hf_folder import (
 )
 from conversion.files.hf_weights import is_unused
 from conversion.files.reading import open_file
+from mrl.config.texts import spell_bytes
 from mrl.ops.doctor.findings import Finding
 from mrl.ops.doctor.probe import read_disk
 
@@ -113,7 +114,7 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         return [Finding("model", "problem", problem) for problem in problems]
     num_bytes = sum(path.stat().st_size for path in files)
     text = (
-        f"{folder}: {len(files)} of {len(files)} safetensors files, {num_bytes / 1e9:.3g} GB, all tensors of "
+        f"{folder}: {len(files)} of {len(files)} safetensors files, {spell_bytes(num_bytes)}, all tensors of "
         "config.json"
     )
     return [Finding("model", "ok", text)]
@@ -137,14 +138,14 @@ def check_rows(path: Path) -> Finding:
         return Finding(
             "data", "problem", f"{path} is empty or its last row is cut off; remove it and make it again with {command}"
         )
-    return Finding("data", "ok", f"{path}: {num_rows:,} rows, {path.stat().st_size / 1e9:.3g} GB")
+    return Finding("data", "ok", f"{path}: {num_rows:,} rows, {spell_bytes(path.stat().st_size)}")
 
 
 def check_disk(folder: Path, min_free_bytes: int) -> Finding:
     """A finding about the free space for a folder, which need not exist yet."""
     free = read_disk(folder).free_bytes
-    text = f"{folder}: {free / 1e9:,.0f} GB are free"
+    text = f"{folder}: {spell_bytes(free)} are free"
     if free >= min_free_bytes:
         return Finding("disk", "ok", text)
-    need = f"{min_free_bytes / 1e9:,.0f} GB are asked for (--min-free-gb); free some or choose another disk"
+    need = f"{spell_bytes(min_free_bytes)} are asked for (--min-free-gb); free some or choose another disk"
     return Finding("disk", "problem", f"{text}, {need}")

@@ -11,6 +11,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.model import is_downloaded, read_model, with_cached_folders
 from mrl.config.rules.checks import checkpoint_demand, existing_parent, find_problems
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import spell_bytes
 from mrl.gpus import Builds, find_misfit, vllm_build
 from mrl.ops.doctor.findings import Finding, has_problem
 from mrl.ops.doctor.model_files import check_model
@@ -74,8 +75,8 @@ def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
     root, num_bytes = env.cache_root(), sum(path.stat().st_size for folder in folders for path in weight_files(folder))
     if root is not None and (free := read_disk(root).free_bytes) < num_bytes:
         text = (
-            f"{root}: {free / 1e9:,.1f} GB are free; the first run of these models writes them there, "
-            f"{num_bytes / 1e9:,.1f} GB"
+            f"{root}: {spell_bytes(free)} are free; the first run of these models writes them there, "
+            f"{spell_bytes(num_bytes)}"
         )
         remedy = f"unless they are there (python -m mrl.convert cache list), set {env.MRL_CACHE.name} to another disk"
         findings.append(Finding("disk for the cache", "note", text, remedy))

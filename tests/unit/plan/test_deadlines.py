@@ -54,7 +54,7 @@ def test_the_largest_model_decides_how_long_a_start_takes(tmp_path: Path):
         for one, other in ((small, large), (large, small)):
             deadline = start_deadline(load_config(config, [f"policy.model_name={one}", f"{beside}.model_name={other}"]))
             assert deadline.seconds == 300 + 60_000 / 50
-            assert str(deadline).endswith("60.0 GB of weights of the largest model at 50 MB/s")
+            assert str(deadline).endswith("60 GB of weights of the largest model at 50 MB/s")
         gone = start_deadline(
             load_config(config, [f"policy.model_name={small}", f"{beside}.model_name={tmp_path / 'nowhere'}"])
         )
@@ -122,7 +122,7 @@ def test_a_checkpoint_has_the_time_of_its_bytes_on_its_nodes(tmp_path: Path):
     one, many = (checkpoint_deadline(nano3(tmp_path, nodes=nodes)) for nodes in (1, 32))
     assert one.seconds == pytest.approx(600 + 442e9 / 200e6, rel=0.01)
     assert many.seconds == pytest.approx(600 + 442e9 / 1.6e9, rel=0.01)
-    assert str(many) == "checkpoint deadline 876 s: 600 s for a busy file system + 276 s for 442.1 GB at 1.6 GB/s"
+    assert str(many) == "checkpoint deadline 876 s: 600 s for a busy file system + 276 s for 442 GB at 1.6 GB/s"
     config = nano3(tmp_path, nodes=32)
     config.checkpointing.save_optimizer = False
     assert checkpoint_deadline(config).seconds == pytest.approx(600 + 63.2e9 / 1.6e9, rel=0.01)

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from mrl.config.errors import ConfigError, Problem, Problems, value_at
 from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
-from mrl.config.rules.checks import check_disk, find_problems, num_kept_at_most
+from mrl.config.rules.checks import check_disk, checkpoint_demand, find_problems, num_kept_at_most
 from mrl.config.rules.layout import check_cluster
 from mrl.config.schema.keys import KEYS
 from mrl.config.schema.run import RunConfig
@@ -225,6 +226,8 @@ def test_a_checkpoint_of_adapters_needs_less_disk(workplace: Path):
         check_disk(config, 10**15, problems)
         messages += map(str, problems.merged)
     one = load_config("grpo_tiny.yaml", ["checkpointing.keep_top_k=null"])
+    small = checkpoint_demand(load_config("grpo_tiny.yaml"), 10**5).text
+    assert re.match(r"\d+ checkpoints? of 1\.6 MB and one being written need [\d.]+ MB more, ", small), small
     check_disk(one, 10**15, problems := Problems(one))
     assert "1 checkpoint of" in str(problems.merged[0])
-    assert "checkpoints of 16000000.00 GB" in messages[0] and "checkpoints of 4000000.00 GB" in messages[1]
+    assert "checkpoints of 16000000 GB" in messages[0] and "checkpoints of 4000000 GB" in messages[1]

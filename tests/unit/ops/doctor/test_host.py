@@ -270,9 +270,9 @@ def test_limits(gpu_host: HostFacts):
 @pytest.mark.parametrize(
     ("use", "free", "is_writable", "found"),
     [
-        (TEMPORARY, 4 * 10**10, True, "/disk: 40.0 of 1,000.0 GB free; Ray stops when 95% are taken"),
+        (TEMPORARY, 4 * 10**10, True, "/disk: 40 GB of 1000 GB are free; Ray stops when 95% are taken"),
         ("the cache", 4 * 10**10, True, None),
-        ("the cache", 10**9, True, "/disk: 1.0 of 1,000.0 GB free"),
+        ("the cache", 10**9, True, "/disk: 1 GB of 1000 GB are free"),
         ("the cache", 10**12, False, "/disk cannot be written to"),
     ],
 )
