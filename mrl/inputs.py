@@ -373,7 +373,9 @@ def _look_at_agents_row(name: str, row: Prompt, config: RunConfig, look: Look) -
         look.unseen.append(f"{name}: rows of {row.env_name}, which your agent does")
         return
     look.unseen.append(f"{name}: rows of {row.env_name}, which NeMo Gym's servers do, if one of them has that agent")
-    request = json.loads(row.row).get("responses_create_params")
+    from mrl.data.fields import REQUEST
+
+    request = json.loads(row.row).get(REQUEST)
     generation = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
     has_parser = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools
     chooses = isinstance(request, dict) and request.get("tools") and request.get("tool_choice") in (None, "auto")

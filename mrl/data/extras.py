@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from mrl.data.fields import Fields, Message, RowError
+from mrl.data.fields import REQUEST, Fields, Message, RowError
 
 if TYPE_CHECKING:
     from mrl.config.schema.generation import GenerationConfig
@@ -76,7 +76,7 @@ def template_kwargs_of(fields: Fields, variables: Collection[str] | None) -> Fie
 
     `variables` are those that the template may have; None: unknown. RowError: a value is for another one.
     """
-    request = fields.get("responses_create_params")
+    request = fields.get(REQUEST)
     metadata = request.get("metadata") if isinstance(request, dict) else None
     found = dict[str, object]()
     if isinstance(metadata, dict):

@@ -22,7 +22,7 @@ from conversion.files.durable import sync_file, write_atomic
 from conversion.texts import listed
 from mrl.config.rules.data import route_of
 from mrl.config.schema.env import EnvConfig
-from mrl.data.fields import Fields, RowError, json_object, text_of
+from mrl.data.fields import REQUEST, Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
 from mrl.data.records import TABLES, records
 from mrl.nemo.gym.rows import gym_conversation
@@ -215,11 +215,10 @@ def filled_in(fields: Fields, problems: Mapping[str, Mapping[int, Problem]]) -> 
         bare = question[start + len(DAPO_BEFORE) : stop]
         prefix = template.get("prefix")
         question = asked = f"{prefix}{bare}".removesuffix("\n\n") if prefix else f"{bare}{template['suffix']}"
-    request = fields.get("responses_create_params")
+    request = fields.get(REQUEST)
     kept = {key: value for key, value in fields.items() if key != PLACEHOLDER}
     return kept | {
-        "responses_create_params": (request if isinstance(request, dict) else {})
-        | {"input": [{"role": "user", "content": asked}]},
+        REQUEST: (request if isinstance(request, dict) else {}) | {"input": [{"role": "user", "content": asked}]},
         "question": question,
         "expected_answer": answer,
     }
