@@ -196,7 +196,8 @@ class GrpoConfig:
     of a shorter run; null = it only warns."""
     max_steps_without_signal: Positive | None = None
     """The run saves and ends with exit code 1 after this many steps in a row whose rollouts are all masked, or all have
-    the same reward; null = it only warns."""
+    the same reward; null = it only warns. Rewards of all groups are compared; rollout/groups_without_signal counts the
+    groups that have one reward each."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     oversample: Annotated[float, Range(1, 2)] = 1.0

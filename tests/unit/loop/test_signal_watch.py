@@ -10,6 +10,7 @@ from mrl.algo.advantages import train_sequences
 from mrl.config.schema.algo import GrpoConfig
 from mrl.envs.child import traced
 from mrl.loop.signal_watch import NUM_EQUAL_STEPS, MaskTally, SignalWatch, reason_of_masks, reasons_of
+from mrl.store.summary import rollout_metrics
 from mrl.types import RolloutGroup, Verdict
 from tests.unit.algo.groups import group
 
@@ -34,6 +35,14 @@ def test_several_steps_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixtur
             assert note(watch, step, EQUAL) is None
         (said,) = caplog.messages
     assert said.startswith("No signal in step 6: all 4 rewards are 0; steps in a row without a signal: 3.")
+
+
+def test_a_step_of_groups_that_differ_has_a_signal_though_its_groups_have_none():
+    metrics = rollout_metrics(APART, CONFIG, seconds=1.0, num_engine_restarts=0)
+    assert metrics["rollout/groups_without_signal"] == 2
+    watch = SignalWatch(1)
+    assert note(watch, 1, APART) is None and watch.num_steps == 0
+    assert "grpo.max_steps_without_signal=1 ends the run" in (note(watch, 2, EQUAL) or "")
 
 
 HALF = [group([0.0, 0.0, 0.0, 0.0], name="a", invalid=[0, 1]), group([0.0, 0.0], name="b", flagged=[0])]
