@@ -59,6 +59,8 @@ OTHER = {
     "critic": "another critic",
 }
 SEED = "seed"
+ORDER = "order (files, split, seed, shuffle)"
+"""In the files of all runs; weights decide it, too."""
 UNKNOWN = ""
 """Stands for the checksum of what was not read."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
@@ -129,7 +131,7 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
     data = {
         SEED: str(config.training.seed) if config.data.shuffle else UNKNOWN,
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),
-        "order (files, split, seed, shuffle)": _digest([rows.id_at(index) for _, index in order]),
+        ORDER: _digest([rows.id_at(index) for _, index in order]),
     }
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)
@@ -196,7 +198,7 @@ def find_changes(
             continue
         text = (
             f"{KEYS[name]}: the run resumes at step {resumes_at} with {OTHER[name]} than before "
-            f"({', '.join(changed)} differ)"
+            f"({', '.join(changed).replace(ORDER, f'{ORDER[:-1]}, weight)')} differ)"
         )
         if name in allowed:
             said.append(f"{text}, as checkpointing.allow_changes says")

@@ -71,7 +71,7 @@ class CheckpointingConfig:
     allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic", "checkpoints"]] = field(
         default_factory=list
     )
-    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide.
+    """Changes with which a run may resume. Data: also their order, which files, split, seed, shuffle and weight decide.
     Checkpoints: the run begins at step 0 if all that it has saved are gone."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends with exit code 75 before a step

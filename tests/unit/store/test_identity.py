@@ -99,8 +99,9 @@ def test_a_changed_seed_is_named_and_one_that_no_older_run_has_written_is_not(mo
     before, after = identity(run), identity(with_value(run, "grpo.seed", run.grpo.seed + 1))
     assert changed(before, after) == ["data"]
     file = tmp_path / "identity.json"
+    assert "order (files, split, seed, shuffle)" in before["data"]  # or runs that began before could not resume
     older = {**before, "data": {part: value for part, value in before["data"].items() if part != "seed"}}
-    for written, said in ((before, "(seed, order (files, split, seed, shuffle) differ)"), (older, "(order (")):
+    for written, said in ((before, "(seed, order (files, split, seed, shuffle, weight) differ)"), (older, "(order (")):
         file.write_text(json.dumps(written))
         (refused,), _ = find_changes(file, after, allowed=[], resumes_at=4)
         assert said in refused and find_changes(file, before, allowed=[], resumes_at=4) == ([], [])
