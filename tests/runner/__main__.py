@@ -7,6 +7,7 @@ Parts never end for being slow. The last screen says what ran, what was skipped 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -130,7 +130,7 @@ def environments(parts: Collection[str], folder: Path) -> dict[str, dict[str, st
     (place := folder / "megatron").mkdir()
     try:
         variables = megatron.environment(megatron.fetch(place))
-    except urllib.error.URLError as error:
+    except (OSError, http.client.HTTPException) as error:
         print(f"no package index answers ({error}): {', '.join(chosen)} run the installed megatron-core", flush=True)
         return {}
     print(f"{', '.join(chosen)}: megatron-core {megatron.VERSION}, as on GPU hosts", flush=True)
