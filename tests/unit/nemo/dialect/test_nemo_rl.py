@@ -172,10 +172,13 @@ SERVER = {
     "policy.generation.vllm_cfg.expose_http_server",
     *(f"{CHAT}.{name}" for name in ("enable_auto_tools", "tool_parser", "reasoning_parser")),
 }
+RECOMPUTED = {
+    "policy.megatron_cfg.activation_checkpointing"
+}  # costs time alone, and no GPU of 80 GB holds the run without
 
 
 @pytest.mark.parametrize(
-    ("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)]
+    ("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED | RECOMPUTED)]
 )
 def test_packaged_configs_mean_what_nemo_rl_s_files_of_their_names_mean(name: str, left_out: set[str]):
     ours, theirs = load_config(packaged_configs() / f"{name}.yaml"), load_config(NEMO_RL / f"{name}.yaml")
