@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests import models
-from tests.megatron import IS_NEWEST, VERSION, environment, unpack_newest
+from tests.megatron import VERSION, environment, unpack_newest
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.timeout(7200)
@@ -50,7 +50,6 @@ def python(*words: object, environment: Mapping[str, str]) -> str:
 
 
 @pytest.mark.long("megatron016")
-@pytest.mark.skipif(IS_NEWEST, reason="the newest megatron-core is installed")
 @pytest.mark.parametrize("suite", OLDER)
 def test_suites_pass_on_the_installed_megatron(suite: str):
     assert "passed" in python("-m", "pytest", "-q", *OLDER[suite], environment=os.environ)
