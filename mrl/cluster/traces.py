@@ -20,7 +20,7 @@ class Traces:
 
     def __init__(self, what: str) -> None:
         """`what` ends the first line: `is not scored, as its reward function raised`."""
-        self._what, self._kinds = what, set[str]()
+        self._what, self._kinds, self._statuses = what, set[str](), set[str]()
 
     def log(self, request_id: str, verdict: Verdict, log_file: Path, *, way_out: str) -> None:
         """Logs the traceback, and names the file that has those of all rollouts."""
@@ -32,8 +32,8 @@ class Traces:
 
     def log_reason(self, request_id: str, verdict: Verdict) -> None:
         """Logs a verdict that failed without a traceback: a timeout, a crash, a value that is no reward."""
-        if verdict.has_reward or verdict.trace or verdict.status in self._kinds:
+        if verdict.has_reward or verdict.trace or verdict.status in self._statuses:
             return
-        self._kinds.add(verdict.status)
+        self._statuses.add(verdict.status)
         text = "%s is not scored: %s. Further ones are masked without a word, and counted in the step"
         logger.warning(text, rollout_name(request_id), safe_text(verdict.reason, MAX_REASON))

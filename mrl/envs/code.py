@@ -16,8 +16,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -132,6 +132,18 @@ def last_code_block(text: str) -> str | None:
     return None if len(fences) < 2 else "".join(f"{line}\n" for line in lines[fences[-2] + 1 : fences[-1]])
 
 
+@contextmanager
+def _long_numbers() -> Iterator[None]:
+    """Reads and prints integers as long as programs may in the `with` block, and as Python by itself after it."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(sandbox.MAX_DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@_long_numbers()
 def run_test(
     program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False
 ) -> str | None:
@@ -139,7 +151,6 @@ def run_test(
 
     `given` is stdin, or one JSON value per line, the arguments; `expected` is stdout, or the returned value as JSON.
     """
-    sys.set_int_max_str_digits(sandbox.MAX_DIGITS)
     try:
         stdin_text = (
             given if not function else json.dumps([json.loads(line) for line in given.splitlines() if line.strip()])

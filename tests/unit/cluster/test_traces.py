@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from mrl.cluster.traces import Traces
-from mrl.types import Verdict
+from mrl.cluster.traces import MAX_KINDS, Traces
+from mrl.types import Status, Verdict
 
 
 def test_the_first_reward_of_each_kind_that_fails_without_a_traceback_is_logged(caplog: pytest.LogCaptureFixture):
@@ -18,3 +20,16 @@ def test_the_first_reward_of_each_kind_that_fails_without_a_traceback_is_logged(
     first, second = (record.getMessage() for record in caplog.records)
     assert "train:2" in first and "is not scored: timeout of rw:slow, no verdict within 10 s" in first
     assert "train:9" in second and "\x1b" not in second and len(second) < 700
+
+
+def test_kinds_of_failures_without_a_traceback_take_no_place_of_those_with_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    traces = Traces("is not scored, as its reward function raised")
+    for status in get_args(Status):
+        traces.log_reason("0/train:0/0", Verdict(0.0, False, status, "", "", reason=status))
+    for place in range(MAX_KINDS + 2):
+        trace = f'Traceback:\n  File "/r.py", line {place}, in f\nValueError'
+        verdict = Verdict(0.0, False, "error", "", "", reason="ValueError: x", trace=trace)
+        traces.log("0/train:0/0", verdict, tmp_path / "rewards.log", way_out="")
+    assert sum("/r.py" in record.getMessage() for record in caplog.records) == MAX_KINDS

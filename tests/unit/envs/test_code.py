@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import math
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 
 from mrl.envs import code
 from mrl.envs.code import last_code_block, run_test, same_output, same_value, score
-from mrl.envs.task import Outcome, Task
+from mrl.envs.task import Outcome, RowFault, Task
 from tests.hostile.benign import BENIGN, program
 from tests.waiting import HANG_S, SOON_S, growth
 
@@ -265,3 +267,11 @@ def test_a_solution_may_have_a_name_of_the_prelude():
 )
 def test_what_contests_take_for_granted(program: str, given: str, expected: str, function: str):
     assert run_test(program, given, expected, function, HANG_S) is None
+
+
+@pytest.mark.parametrize(("given", "ends"), [("9" * 5000, nullcontext()), ("{", pytest.raises(RowFault))])
+def test_long_numbers_of_programs_are_read_by_nothing_else(given: str, ends: AbstractContextManager[object]):
+    before = sys.get_int_max_str_digits()
+    with ends:
+        assert run_test("def f(n): return n", given, given, "f", HANG_S) is None
+    assert sys.get_int_max_str_digits() == before < len("9" * 5000)
