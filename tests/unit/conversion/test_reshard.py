@@ -137,27 +137,6 @@ def test_split_cuts_rows_first():
     assert list(split(((3, 5), (0, 4)), 3)) == [((row, row + 1), part) for row in (3, 4) for part in ((0, 3), (3, 4))]
 
 
-def test_experts_are_stacked_by_a_leading_dimension():
-    sources = {
-        0: holder(("e0", rows(0, 2), rows(0, 2)), shape=(2, 4)),
-        1: holder(("e1", rows(0, 2), rows(0, 2)), shape=(2, 4)),
-    }
-    target = holder(
-        ("e0", rows(0, 2), ((0, 1), *rows(0, 2))), ("e1", rows(0, 2), ((1, 2), *rows(0, 2))), shape=(2, 2, 4)
-    )
-    schedule = reshard(sources, {0: target}, gpu_of={0: 0}, buffer_bytes=128)
-    first, second = pulls_of(schedule, 0)
-    assert (first.holding.box, first.copy.box) == (rows(0, 2), ((0, 1), *rows(0, 2)))
-    assert (second.holding.box, second.copy.box) == (rows(0, 2), ((1, 2), *rows(0, 2)))
-    # The same with boxes that must be split.
-    sources = {0: holder(shape=(0,)), 1: holder(("e0", rows(0, 2, 16), rows(0, 2, 16)), shape=(2, 16))}
-    target = holder(("e0", rows(0, 2, 16), ((0, 1), *rows(0, 2, 16))), shape=(1, 2, 16))
-    schedule = reshard(sources, {0: target}, gpu_of={0: 0}, buffer_bytes=128)
-    pulls = pulls_of(schedule, 0)
-    assert [pull.copy.box for pull in pulls] == [((0, 1), *pull.holding.box) for pull in pulls]
-    assert len(pulls) == schedule.num_rounds == 2
-
-
 def test_dtypes_and_transforms_travel_with_the_copy():
     source = holder(("a", rows(0, 8), rows(0, 8)), shape=(8, 4), dtype="bfloat16")
     target: Layout = {Slot("A"): SlotLayout((8, 4), "float32", (Piece("a", rows(0, 8), rows(0, 8), "neg_exp"),))}
@@ -199,12 +178,6 @@ def test_casts_are_told_by_kind_of_tensor_and_roundings_by_another_word():
     assert casts(wide, narrow) == [many + " and 3 more"]
 
 
-def test_padding_is_listed_and_counts_as_covered():
-    target = holder(("a", rows(0, 8), rows(0, 8)), shape=(10, 4), padding=(rows(8, 10),))
-    schedule = reshard(HALVES, {0: target}, gpu_of={0: 0}, buffer_bytes=1024)
-    assert schedule.class_of(0).padding == {Slot("w"): (rows(8, 10),)}
-
-
 def test_a_summary_counts_copies_workers_and_rounds():
     schedule = reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1 << 16)
     assert "2 copies to 1 engine worker in 1 round:" in schedule.summary
@@ -244,12 +217,6 @@ def test_equal_layouts_need_not_be_one_object():
 def test_layouts_that_do_not_fit_are_refused(target: Layout, message: str):
     with pytest.raises(ScheduleError, match=message):
         reshard(HALVES, {0: target}, gpu_of={0: 0}, buffer_bytes=1024)
-
-
-def test_a_tensor_that_no_target_asks_for_is_refused():
-    extra: Layout = {Slot("bias"): SlotLayout((2,), "float32", (Piece("b", ((0, 2),), ((0, 2),)),))}
-    with pytest.raises(ScheduleError, match=r"box \(\(0, 2\),\) of b is held by ranks \[0\], but no target reads it"):
-        reshard({0: {**HALVES[0], **extra}, 1: HALVES[1]}, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1024)
 
 
 def test_a_transformed_source_is_refused():

@@ -1,56 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nemotron_h: names, sizes and refusals."""
+"""nemotron_h: kinds of layers, dtypes, multi-token prediction, arguments and refusals."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from conversion.boxes import Slot, tiling_fault
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel, read_by_engines
 from conversion.families.nemotron_h import layer_pattern
 from conversion.families.registry import family
-from tests import models
-from tests.sources import ROOT
 from tests.tiny import TINY_CONFIG as TINY
 from tests.unit.conversion.dense import build_layout, index_arrays
 
 FAMILY = family(TINY)
-
-HUB = ROOT / "scripts/bench/models/hub.json"
-NANO_30B = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All kinds of layers, saved by transformers."""
-    return models.save_nemotron_h(tmp_path_factory.mktemp("hf"), hybrid_override_pattern="MEM*EM-", num_hidden_layers=7)
-
-
-def test_canonical_tensors_are_those_that_transformers_writes(hf_folder: Path):
-    hf_config = json.loads((hf_folder / "config.json").read_text())
-    with safe_open(hf_folder / "model.safetensors", framework="np") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    assert FAMILY.canonical(hf_config) == stored
-
-
-def test_the_30b_model_has_its_published_size():
-    shapes = FAMILY.canonical(json.loads(NANO_30B.read_text()))
-    assert len(shapes) == 6243
-    assert sum(map(math.prod, shapes.values())) == 31_577_940_288
-
-
-def test_lightning_has_the_tensors_that_its_card_counts():
-    """Megatron-Bridge's verification card counts tensors and parameters, those of the drafter among them."""
-    (sizes,) = (
-        group["config"] for group in json.loads(HUB.read_text()) if any("Lightning" in id for id in group["ids"])
-    )
-    shapes = FAMILY.canonical(sizes)
-    assert (len(shapes), sum(map(math.prod, shapes.values()))) == (6_513, 32_913_266_240)
 
 
 def test_both_forms_of_the_layer_list_are_read():
@@ -69,48 +33,7 @@ def test_both_forms_of_the_layer_list_are_read():
         layer_pattern({"hybrid_override_pattern": "ME", "num_hidden_layers": 3})
 
 
-def test_megatron_names_of_both_flavours():
-    parallel = MegatronParallel(ep=2)
-    local, te = (
-        {slot.name for slot in FAMILY.megatron_layout(TINY, parallel, MegatronCoords(ep=1), "float32", flavour)}
-        for flavour in FLAVOURS
-    )
-    assert {"decoder.layers.0.norm.weight", "decoder.layers.3.input_layernorm.weight"} <= local - te
-    assert {
-        "decoder.layers.0.mixer.in_proj.layer_norm_weight",
-        "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
-    } <= te - local
-    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight" in local
-    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in te
-    assert "decoder.layers.1.pre_mlp_layernorm.weight" in local & te
-    assert len(local) == len(te)
-
-
 FLAVOURS = ("local", "te")
-
-
-def test_a_dense_layer_has_its_own_norm_name():
-    config = TINY | dict(hybrid_override_pattern="M*-", num_hidden_layers=3)
-    layout = FAMILY.megatron_layout(config, MegatronParallel(), MegatronCoords(), "float32", "te")
-    assert (
-        layout[Slot("decoder.layers.2.mlp.linear_fc1.layer_norm_weight")].pieces[0].name
-        == "backbone.layers.2.norm.weight"
-    )
-    assert layout[Slot("decoder.layers.2.mlp.linear_fc1.weight")].shape == (128, 64)
-    layout = FAMILY.vllm_layout(config, VllmParallel(2), 1, "float32")
-    assert layout[Slot("model.layers.2.mixer.down_proj.weight")].shape == (64, 64)
-
-
-def test_experts_may_work_in_a_latent_width():
-    config = TINY | dict(moe_latent_size=16)
-    te = FAMILY.megatron_layout(config, MegatronParallel(tp=2), MegatronCoords(tp=1), "float32", "te")
-    assert te[Slot("decoder.layers.1.mlp.fc1_latent_proj.weight")].shape == (16, 64)
-    assert te[Slot("decoder.layers.1.mlp.fc2_latent_proj.weight")].shape == (64, 16)
-    assert te[Slot("decoder.layers.1.mlp.experts.linear_fc1.weight0")].shape == (64, 16)
-    vllm = FAMILY.vllm_layout(config, VllmParallel(2), 1, "float32")
-    assert vllm[Slot("model.layers.1.mixer.experts.routed_experts.w2_weight")].shape == (8, 16, 32)
-    assert vllm[Slot("model.layers.1.mixer.fc2_latent_proj.weight")].shape == (64, 16)
-    assert FAMILY.megatron_arguments(config)["transformer"]["moe_latent_size"] == 16
 
 
 def test_virtual_stages_are_refused():
@@ -172,26 +95,6 @@ def test_expert_parallel_workers_hold_whole_experts():
         for index in range(4):
             expert = canonical[f"backbone.layers.1.mixer.experts.{4 * worker + index}.up_proj.weight"]
             assert (workers[worker][slot][index] == expert).all()
-
-
-def test_checkpoint_keys_are_those_of_megatron():
-    layout = {slot.name: content.shape for slot, content in FAMILY.torch_dist_layout(TINY, "float32").items()}
-    # As megatron-core 0.16.1 saves this model; a part of each kind of layer.
-    for key, shape in {
-        "embedding.word_embeddings.weight": (384, 64),
-        "decoder.layers.0.mixer.in_proj.layer_norm_weight": (64,),
-        "decoder.layers.0.mixer.in_proj.weight.z": (128, 64),
-        "decoder.layers.0.mixer.in_proj.weight.B": (32, 64),
-        "decoder.layers.0.mixer.in_proj.weight.dt": (8, 64),
-        "decoder.layers.0.mixer.conv1d.weight.x": (128, 1, 4),
-        "decoder.layers.0.mixer.conv1d.bias.C": (32,),
-        "decoder.layers.1.mlp.router.expert_bias": (8,),
-        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": (8, 64, 64),
-        "decoder.layers.3.self_attention.linear_qkv.weight": (256, 64),
-        "output_layer.weight": (384, 64),
-    }.items():
-        assert layout[key] == shape
-    assert len(layout) == 78
 
 
 def test_megatron_arguments_follow_the_config():

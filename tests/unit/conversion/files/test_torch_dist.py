@@ -59,19 +59,6 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, padded_vocabulary:
     assert not read_whole(source, "output_layer.weight")[264:].any()
 
 
-def test_every_slot_keeps_its_dtype(tmp_path: Path):
-    canonical = {name: tensor.bfloat16() if "bias" not in name else tensor for name, tensor in random_tensors().items()}
-    layout = {
-        slot: SlotLayout(
-            content.shape, "float32" if "bias" in slot.name else "bfloat16", content.pieces, content.padding
-        )
-        for slot, content in FAMILY.torch_dist_layout(TINY, "bfloat16").items()
-    }
-    for name, tensor in canonical_tensors(TorchDistFolder(written(tmp_path, layout, canonical)), layout).items():
-        assert tensor.dtype == canonical[name].dtype
-        assert torch.equal(tensor, canonical[name])
-
-
 def test_experts_are_stored_one_by_one_and_extra_state_is_there(tmp_path: Path):
     layout = FAMILY.torch_dist_layout(TINY, "float32")
     written(tmp_path, layout, random_tensors())
@@ -300,19 +287,4 @@ def test_other_orders_of_bytes_and_compressed_records_are_left_to_torch(tmp_path
 def test_what_is_no_archive_is_damaged(tmp_path: Path, damage: bytes):
     saved(tmp_path, torch.zeros(3)).write_bytes(damage)
     with pytest.raises(ValueError, match="a cannot be read: __0_0.distcp at byte 0 is damaged"):
-        read_whole(TorchDistFolder(tmp_path), "a")
-
-
-def test_a_chunk_that_runs_something_is_not_read(tmp_path: Path):
-    class Evil:
-        def __reduce__(self):
-            return eval, ("__import__('os').system('touch /tmp/it_ran')",)
-
-    data = saved(tmp_path, torch.zeros(3))
-    torch.save(Evil(), data)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.length = data.stat().st_size
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="is not a plain tensor, so it is not read: its pickle asks for eval$"):
         read_whole(TorchDistFolder(tmp_path), "a")

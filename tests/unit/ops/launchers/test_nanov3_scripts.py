@@ -21,11 +21,11 @@ from conversion.families.registry import family
 from conversion.files.hf_folder import INDEX_FILE
 from mrl.recipes import tokenizer
 from tests.sources import ROOT
-from tests.unit.conversion.families.test_nemotron_h import NANO_30B
 from tests.waiting import HANG_S
 
-CONFIG = json.loads(NANO_30B.read_text()) | {"max_position_embeddings": 262144}
 SCRIPTS = ROOT / "scripts"
+NANO_30B = SCRIPTS / "bench/models/nemotron3_nano_30b_a3b.config.json"
+CONFIG = json.loads(NANO_30B.read_text()) | {"max_position_embeddings": 262144}
 NUM_FILES = 13
 # Says in a file how it was called: its words, and the variables that are ours.
 RECORDER = """\
