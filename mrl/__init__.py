@@ -4,13 +4,37 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
-import time
-from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from importlib.machinery import PathFinder
+
+
+def put_last(paths: list[str], argv0: str) -> list[str]:
+    """Puts the working folder behind all libraries in a search path, where `python -m` or Ray has put it in front.
+
+    A user's `tokenize.py` there would be imported by Python's and other libraries in place of theirs. The path stays as
+    it is for a user's script, and where another mrl would be found.
+    """
+    num_first = 0
+    if argv0 == "-m" and not sys.flags.safe_path:
+        num_first = 1
+    elif os.path.basename(argv0) == "default_worker.py":
+        # Ray puts the driver's folders in front of its own.
+        num_first = next((i for i, path in enumerate(paths) if path.endswith("ray/thirdparty_files")), 0)
+    first = [os.path.abspath(path) for path in paths[:num_first]]
+    found = [path for path in paths if os.path.abspath(path) not in first] + list(dict.fromkeys(first))
+    spec = PathFinder.find_spec("mrl", found)
+    return found if spec is not None and spec.origin == __file__ else paths
+
+
+# Before the first library that Python has not imported itself.
+sys.path[:] = put_last(sys.path, sys.argv[0] if sys.argv else "")
+
+import stat  # noqa: E402
+import time  # noqa: E402
+from contextlib import suppress  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import TracebackType  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 STARTED = time.monotonic()
 """Seconds on the clock of time.monotonic. Commands import this first; a process that was a shell before is older than

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, way_to_prepare
-from mrl.config.own import REWARD, find_fitting
+from mrl.config.own import REWARD, find_fitting, refuse_clash
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
 
@@ -99,7 +99,12 @@ def _module_path(function: str) -> str:
         return function
     if not Path(file).is_file():
         raise ValueError(f"{file}: there is no such file")
-    sys.path.insert(0, str(Path(file).resolve().parent))
+    folder = str(Path(file).resolve().parent)
+    sys.path.append(folder)
+    try:
+        refuse_clash(Path(file).stem, folder)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     return f"{Path(file).stem}:{name}"
 
 

@@ -31,6 +31,7 @@ HOST_BASE=${HOST_BASE:-${WORKSPACE:-}}
 HOST_BASE=$(cd "$HOST_BASE" && pwd)
 RUN_BASE=$HOST_BASE/RL-nano-v3
 NUM_NODES=${NUM_NODES:-32}
+TIME=${TIME:-8:00:00}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 DATA_DIR=${DATA_DIR:-$RUN_BASE/data}
 MODEL_CHECKPOINT=${MODEL_CHECKPOINT:-$RUN_BASE/model}
@@ -107,6 +108,8 @@ check_inputs() {
     # What of the config is wrong shows here, where the packages are.
     if [[ -z ${TRAINING_CMD:-} ]] && "$python" -c "import omegaconf" 2>/dev/null; then
         "$python" -m mrl.train "${training[@]}" --check || fail "the config is refused; see above"
+        "$python" -c "import sys; from mrl.ops.launch import warnings_of_limits as of; print(end=of(sys.argv[1], sys.argv[2], sys.argv[3:]))" \
+            "$TIME" "${training[@]:1}"
     fi
 }
 
@@ -125,7 +128,7 @@ export BASE_LOG_DIR CONTAINER GPUS_PER_NODE HF_HOME=${HF_HOME:-$CACHE_DIR/huggin
 export COMMAND=${TRAINING_CMD:-python -m mrl.train$(printf ' %q' "${training[@]}")}
 if [[ -n $CONTAINER ]]; then export MOUNTS=${MOUNTS:-$HOST_BASE:$HOST_BASE}; else export VENV; fi
 options=(
-    --nodes="$NUM_NODES" --job-name="${JOB_NAME:-nemotron-nano-30b}" --time="${TIME:-8:00:00}" --chdir=/tmp
+    --nodes="$NUM_NODES" --job-name="${JOB_NAME:-nemotron-nano-30b}" --time="$TIME" --chdir=/tmp
     --output="$LOG_DIR/slurm-%j.out" --error="$LOG_DIR/slurm-%j.err"
 )
 if [[ -n $ACCOUNT ]]; then options+=(--account="$ACCOUNT"); fi

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import hashlib
@@ -11,7 +12,9 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _NONE = inspect.Parameter.empty
@@ -160,13 +163,13 @@ def is_path(name: str) -> bool:
 def find(path: str) -> Callable[..., object]:
     """The function or class that `path` names. A ValueError says why there is none."""
     if os.getcwd() not in sys.path:
-        # `python -m` and Ray's processes search the working directory, console scripts do not.
-        sys.path.append(os.getcwd())
+        sys.path.append(os.getcwd())  # which console scripts do not search
     if "://" in path:
         raise ValueError("is an address; write package.module:name, or env.remote.NAME=URL for an agent that listens")
     file, _, name = path.rpartition(":")
     if file.endswith(".py"):
         raise ValueError(f"names a file; write its module, {Path(file).stem}:{name}, in whose folder the run starts")
+    refuse_clash(path, os.getcwd())
     try:
         found = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module runs the user's code
@@ -174,6 +177,39 @@ def find(path: str) -> Callable[..., object]:
     if not is_path(path) or not callable(found):
         raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name")
     return found
+
+
+def refuse_clash(path: str, folder: str) -> None:
+    """Refuses a module of `folder` that bears the name of Python's or an installed one, or imports one that does.
+
+    Which of the two an import takes depends on the process. ValueError: such a module.
+    """
+    name = path.partition(":")[0].partition(".")[0]
+    if (file := _file(name, [folder])) is None:
+        return
+    names = {name}
+    with suppress(OSError, SyntaxError, ValueError):  # the import itself says so
+        names |= _imported(Path(file).read_text(encoding="utf-8"))
+    elsewhere = [place for place in sys.path if os.path.realpath(place) != os.path.realpath(folder)]
+    for name in sorted(names):
+        own = _file(name, [folder])
+        other = "Python" if name in sys.builtin_module_names else _file(name, elsewhere)
+        if own is not None and other is not None:
+            raise ValueError(f"needs {own}, and there is another module {name!r} ({other}): rename your file")
+
+
+def _file(name: str, places: list[str]) -> str | None:
+    """The file of a module or package in one of these folders, without importing it."""
+    spec = PathFinder.find_spec(name, places)
+    return None if spec is None else spec.origin
+
+
+def _imported(source: str) -> set[str]:
+    """Top names of the modules that a source imports, wherever it does."""
+    nodes = list(ast.walk(ast.parse(source)))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    from_ = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.partition(".")[0] for name in plain | from_ if name}
 
 
 def _way_out(path: str, error: Exception) -> str:

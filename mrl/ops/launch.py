@@ -145,6 +145,15 @@ def compare_limits(config: RunConfig, time_limit: str) -> list[str]:
     return [f"{key}: an attempt ends there, with most of --time {time_limit} unused; {way_out}"]
 
 
+def warnings_of_limits(time_limit: str, config: str, overrides: Sequence[str]) -> str:
+    """Lines of what `compare_limits` says of a job that scripts/launch_nanov3.sh submits."""
+    try:
+        notes = compare_limits(load_config(config, list(overrides)), time_limit)
+    except ValueError as error:
+        notes = [str(error)]
+    return "".join(f"[WARNING] {note} (--time: TIME)\n" for note in notes)
+
+
 def placeholders(config: RunConfig) -> list[str]:
     """Settings that still have a placeholder of a packaged config; of several with the same, the first."""
     found: dict[str, str] = {}

@@ -247,17 +247,23 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """True if a validation in the metrics reached `grpo.stop_at_validation_threshold`. ValueError: no such metric."""
+    """True if a validation in the metrics reached `grpo.stop_at_validation_threshold`."""
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:
         return False
     if measured.get(f"{name.rpartition('/')[0]}/{NUM_JUDGED}".removeprefix("/")) == 0:
         return False
+    if name == "reward" and name not in measured:  # the mean is called accuracy alone while rewards are 0 or 1
+        name = "accuracy"
     if name not in measured:
-        raise ValueError(
-            f"grpo.stop_at_validation_metric={name}: no metric of validations; use one of {', '.join(sorted(measured))}"
+        # Of another environment, or a component that this validation's rewards lack: the next one may have it.
+        logger.warning(
+            "grpo.stop_at_validation_metric=%s: this validation has no such metric, and the run goes on; it has %s",
+            name,
+            ", ".join(sorted(measured)),
         )
+        return False
     value = for_decisions(f"val/{name}", metrics)
     assert value is not None
     if value >= threshold:

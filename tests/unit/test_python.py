@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl import put_last
 from tests.sources import ROOT
 
 
@@ -66,3 +67,29 @@ def test_errors_of_other_kinds_keep_their_traceback():
     command = [sys.executable, "-c", "import sys; sys.argv = ['-m']; import mrl; import mrl.absent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "No module named 'mrl.absent'" in done.stderr and "Traceback" in done.stderr
+
+
+WRONG = "raise SystemExit(__file__ + ' is the wrong one')"
+
+
+def test_files_that_bear_the_names_of_libraries_are_no_libraries(tmp_path: Path):
+    """In the folder in which a command is typed, which `python -m` puts in front of all others."""
+    for name in ("tokenize", "random", "queue", "calendar", "enum", "json", "conversion", "torch", "ray", "yaml"):
+        (tmp_path / f"{name}.py").write_text(WRONG)
+    (tmp_path / "helper.py").write_text("POINTS = 2")
+    (tmp_path / "reward.py").write_text("from helper import POINTS\n\ndef judge(response): return POINTS")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}')
+    command = [sys.executable, "-m", "mrl.reward", "reward:judge", "rows.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "2 rewards from 2 to 2" in done.stdout, done.stderr
+
+
+def test_rays_processes_search_the_drivers_folders_last():
+    """Ray puts them in front of its own, as often as it finds them."""
+    ray, libraries = "/lib/site-packages/ray", ["/lib/python3.11", str(ROOT)]
+    found = [f"{ray}/thirdparty_files", f"{ray}/_private/workers", *libraries]
+    worker = f"{ray}/_private/workers/default_worker.py"
+    assert put_last(["/job", "/job", *found], worker) == [*found, "/job"]
+    # Of a user's script, and where no other folder has this mrl.
+    assert put_last(["/job", *found], "/job/own_loop.py") == ["/job", *found]
+    assert put_last(["/job", *found[:-1]], worker) == ["/job", *found[:-1]]

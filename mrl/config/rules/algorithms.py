@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Collection
 from typing import get_args
 
@@ -245,6 +247,10 @@ def _check_oversample(config: RunConfig, problems: Problems) -> None:
             problems.add(key, rule, f"{way_out}, or set grpo.oversample=1", others=["grpo.oversample"])
 
 
+OF_ALL = ("accuracy", "reward", "pass_k", "mean_length", "failed", "num_judged", "num_samples")
+"""Metrics of a validation over all environments, beside `pass_at_K`."""
+
+
 def check_early_stop(config: RunConfig, problems: Problems) -> None:
     """Checks that the metric which stops the run is measured, and has a threshold."""
     metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
@@ -257,6 +263,11 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
         problems.add(
             "grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation"
         )
+    elif metric is not None and "/" not in metric and not re.fullmatch(rf"{'|'.join(OF_ALL)}|pass_at_\d+", metric):
+        near = difflib.get_close_matches(metric, OF_ALL, n=1, cutoff=0.0)[0]
+        rule = "validations have no such metric, and the run would never end by it"
+        way_out = f"use {near}, another of {', '.join(OF_ALL)}, or ENVIRONMENT/reward, ENVIRONMENT/reward_COMPONENT"
+        problems.add("grpo.stop_at_validation_metric", rule, way_out)
 
 
 def check_supervised(config: RunConfig, problems: Problems) -> None:

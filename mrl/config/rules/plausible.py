@@ -103,6 +103,16 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "of one token both distributions are 1, so that the loss is 0 and nothing is learned; "
         "raise it, 64 is usual, or set loss_fn.zero_outside_topk=true",
     ),
+    "checkpointing.keep_unfinished_s": (
+        lambda config: (
+            config.has_engines
+            and not config.checkpointing.keep_rollouts_gb
+            and "checkpointing.keep_unfinished_s" in config.facts.origins
+            and config.checkpointing.keep_unfinished_s > 0
+        ),
+        "without effect: checkpointing.keep_rollouts_gb=0 keeps no rollouts, and no unfinished ones; raise that, or "
+        "leave this out",
+    ),
     "policy.megatron_cfg.moe_flex_dispatcher_backend": (
         lambda config: config.policy.megatron_cfg.uses_hybridep,
         "HybridEP is passed on to Megatron as its sources say, but no run on GPUs has shown it; "

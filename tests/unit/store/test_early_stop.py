@@ -44,6 +44,12 @@ def test_a_validation_ends_the_run(grpo: GrpoConfig, metrics: dict[str, float], 
     assert is_good_enough(grpo, metrics) == expected
 
 
-def test_a_metric_that_validations_do_not_have():
-    with pytest.raises(ValueError, match=r"stop_at_validation_metric=accuracy: .* use one of mean_length"):
-        is_good_enough(TARGET, {"val/mean_length": 1.0})
+@pytest.mark.parametrize("grpo", [TARGET, replace(TARGET, stop_at_validation_metric="math/reward")])
+def test_a_validation_without_the_metric_lets_the_run_go_on(grpo: GrpoConfig, caplog: pytest.LogCaptureFixture):
+    assert not is_good_enough(grpo, {"val/mean_length": 1.0})
+    assert f"{grpo.stop_at_validation_metric}: this validation has no such metric" in caplog.text
+    assert caplog.text.rstrip().endswith("it has mean_length")
+
+
+def test_the_mean_reward_is_the_accuracy_where_rewards_are_0_or_1():
+    assert is_good_enough(replace(TARGET, stop_at_validation_metric="reward"), {"val/accuracy": 0.5})

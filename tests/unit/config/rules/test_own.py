@@ -187,6 +187,30 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
     assert result.stdout == "f\n", result.stderr
 
 
+@pytest.mark.parametrize(
+    ("path", "file", "source"),
+    [
+        ("tokenize:f", "tokenize.py", "def f(): ..."),
+        ("yaml:f", "yaml.py", "def f(): ..."),
+        ("time:f", "time.py", "def f(): ..."),
+        ("conversion.mine:f", "conversion/__init__.py", ""),
+        ("of_mine_random:f", "random.py", "def f(): ..."),
+    ],
+)
+def test_a_file_that_bears_another_modules_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, file: str, source: str
+):
+    """The config names the file, or names a function whose file imports it."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(source)
+    (tmp_path / "of_mine_random.py").write_text("def f():\n    import random")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    name = Path(file).parts[0].removesuffix(".py")
+    with pytest.raises(ValueError, match=f"needs {tmp_path / file}, and there is another module '{name}' .*: rename"):
+        find(path)
+
+
 VLLM = "policy.generation.vllm_cfg"
 CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
 SERVED = f"{VLLM}.expose_http_server=true"

@@ -55,6 +55,8 @@ OTHERS = [
      ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]),
     ("grpo_tiny.yaml", "policy.generation.vllm_cfg.precision=fp8", "rounded to FP8",
      ["loss_fn.use_importance_sampling_correction=false"]),
+    ("grpo_tiny.yaml", "checkpointing.keep_unfinished_s=30", "keeps no rollouts, and no unfinished ones",
+     ["checkpointing.keep_rollouts_gb=0"]),
     ("ppo_tiny.yaml", "ppo.policy_training_start_step=100", "only the critic learns",
      ["value.megatron_cfg.num_layers_in_first_pipeline_stage=4"]),
     ("distillation_tiny.yaml", "distillation.topk_logits_k=1", "the loss is 0 and nothing is learned", []),

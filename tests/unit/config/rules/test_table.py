@@ -83,6 +83,7 @@ ENGINE.logprobs_mode=raw_logprobs -> processed_logprobs
 checkpointing.ft_save_period=5 -> set it
 grpo.stop_at_validation_metric=accuracy -> set both
 grpo.stop_at_validation_threshold=0.5 -> set both
+grpo.stop_at_validation_threshold=0.5 & grpo.stop_at_validation_metric=acuracy -> use accuracy, another of
 NO_METRIC & grpo.stop_at_validation_threshold=1 & data.validation=null & grpo.stop_at_validation_metric=accuracy -> give data.validation
 policy.train_global_batch_size=96 -> the 512 rollouts -> leave the latter out
 grpo.num_generations_per_prompt=3 & grpo.num_prompts_per_step=1 -> an update -> grpo.num_prompts_per_step

@@ -162,6 +162,24 @@ def test_an_image_in_a_registry_is_named_as_enroot_wants_it(site: dict[str, str]
     )
 
 
+@pytest.mark.parametrize(
+    ("time", "warning"),
+    [
+        ("8:00:00", "with most of --time 8:00:00 unused; give a shorter --time or a later time to save (--time: TIME)"),
+        ("1:00:00", "Slurm ends the attempt before, at --time 1:00:00"),
+        ("4:00:00", ""),
+    ],
+)
+def test_a_time_limit_is_compared_with_the_last_save(site: dict[str, str], time: str, warning: str):
+    """grpo_nanov3.yaml saves at 3 h 40 min, as NeMo RL's does."""
+    done = call("launch_nanov3.sh", site | {"TIME": time})
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("[WARNING]")]
+    assert (["checkpoint_must_save_by=00:03:40:00: " in line and warning in line for line in said]) == [True] * bool(
+        warning
+    )
+
+
 def test_every_setting_of_the_launcher_is_honoured(site: dict[str, str], tmp_path: Path):
     image = tmp_path / "mrl.sqsh"
     image.touch()
