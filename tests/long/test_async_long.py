@@ -12,7 +12,6 @@ import pytest
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Runs, is_taken, is_trained, is_writing, ledger, lineage
 from tests.faults.test_kill import SETTINGS, STEPS, Moment, rows, weights
-from tests.learn.quickstart import run_quickstart
 
 pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(2400)]
 
@@ -22,22 +21,6 @@ MOMENTS: list[tuple[str, Moment]] = [
     ("refit of step 3", lambda folder: is_trained(folder, 3)),
     ("checkpoint of step 4", lambda folder: is_writing(folder, 4)),
 ]
-
-
-def test_lag_one_learns_the_arithmetic_task(tmp_path: Path):
-    quickstart = run_quickstart(tmp_path, overrides=AHEAD)
-    (_, before), *_, (steps, after) = quickstart.accuracies
-    later = [row for row in quickstart.metrics if row["step"] > 1]
-    waiting, idle = mean(later, "time/generation"), mean(later, "rollout/engine_idle_fraction")
-    print(f"held-out accuracy {before:.3f} -> {after:.3f} in {steps} steps, {quickstart.seconds:.0f} s in all")
-    print(f"a step waited {waiting:.3f} s for rollouts, engines were idle for {idle:.0%} of the time")
-    assert before <= 0.30
-    assert after >= 0.90
-    assert all(row["train/avg_trajectory_age"] == 1 for row in later)
-
-
-def mean(rows: list[dict[str, float]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
 
 
 @pytest.fixture(scope="module")

@@ -188,19 +188,6 @@ def test_a_newcomer_s_mistake_is_said_before_anything_starts(workplace: Path, mi
     assert any(line.startswith(mistake.said) for line in groups[mistake.group]), groups
 
 
-def test_the_launcher_says_the_same(
-    workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-):
-    """TP that does not fit the cluster, and rows of another kind, before a job is printed."""
-    write_rows(TRAIN, {"ask": "1+1="})
-    words = ["policy.megatron_cfg.tensor_model_parallel_size=8"]
-    refused = list(map(str, check.examine("grpo_tiny.yaml", words).refused))
-    assert len(refused) == 2 and refused[0].startswith(words[0]) and refused[1].startswith("data.train.data_path=")
-    assert launch.main(["slurm", "grpo_tiny.yaml", *words]) == 2
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in refused) and "#SBATCH" not in printed
-
-
 def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Path):
     """Model, tokenizer, data and algorithm of a run that has a checkpoint, each exchanged in turn."""
     sft = ["sft_tiny.yaml", f"data.train.data_path={TRAIN}", "data.validation=null", "checkpointing.checkpoint_dir=run"]

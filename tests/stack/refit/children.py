@@ -202,10 +202,6 @@ def signal_in_exchange(state: State, round_index: int, number: signal.Signals) -
     state.exchange.pace.filled = fill_and_signal
 
 
-def set_weight(state: State, slot: Slot, value: float) -> None:
-    state.arena.tensors()[slot].view(-1)[0] = value
-
-
 def flip_weight_byte(state: State, slot: Slot, box: Box) -> None:
     box_view(state.arena.tensors()[slot], box).view(torch.uint8)[(0,) * len(box)] ^= 1
 

@@ -69,10 +69,6 @@ def test_the_engine_is_vllms_and_the_replaced_names_are_listed(engine: Engine) -
     assert all(name.startswith(("vllm.", "torch.")) for name in cpu.REPLACED)
 
 
-def test_same_bits_again(engine: Engine, alone: dict[str, Rollout]) -> None:
-    assert differences(alone, {key: value for one in REQUESTS for key, value in run(engine, [one]).items()}) == []
-
-
 def test_same_bits_together(engine: Engine, alone: dict[str, Rollout]) -> None:
     assert differences(alone, run(engine, REQUESTS)) == []
 

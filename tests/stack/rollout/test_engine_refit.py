@@ -2,19 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from conversion.boxes import Slot
 from conversion.tensors import dtype_name
 from mrl.refit import RefitError
 from mrl.refit.checksum import digest
 from tests.rollouts import StartEngine, differences, random_requests, run
-from tests.schedules import without_box
 from tests.stack.rollout.trainer import TIMEOUT_S, Trainer, expected_tensors, refit, vllm_layout
 
 if TYPE_CHECKING:
@@ -94,28 +91,6 @@ def test_a_changed_byte_is_named_and_stops_sampling(
     with pytest.raises(RuntimeError, match="is being refitted"):
         engine.step()
     refit(engine, trainer, version=3)
-
-
-def test_a_rebound_parameter_is_named(engine: Engine, trainer: Trainer) -> None:
-    parameter = live(engine, "lm_head.weight")
-    ours = parameter.data
-    parameter.data = ours.clone()
-    with pytest.raises(RefitError, match="rebound.*lm_head.weight"):
-        refit(engine, trainer, version=4)
-    with pytest.raises(RefitError, match="rebound.*lm_head.weight"):
-        engine.prepare_refit(trainer.workers())
-    parameter.data = ours
-    engine.prepare_refit(trainer.workers())
-    refit(engine, trainer, version=4)
-
-
-def test_a_schedule_that_misses_a_live_tensor_is_refused(engine: Engine, trainer: Trainer) -> None:
-    (worker,) = trainer.workers()
-    missing = Slot("model.layers.1.mixer.gate.e_score_correction_bias")
-    box = next(copy.box for copy in trainer.schedule.class_of(0).copies() if copy.target == missing)
-    with pytest.raises(RefitError, match="e_score_correction_bias"):
-        engine.prepare_refit([replace(worker, inputs=without_box(trainer.inputs, missing, box))])
-    engine.prepare_refit([worker])
 
 
 def test_after_a_refit_it_equals_a_fresh_engine(

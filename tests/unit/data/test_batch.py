@@ -147,11 +147,6 @@ def test_context_parallelism_plans_with_padded_sequences():
     assert (policy.sequence_multiple, policy.row_multiple, max_row_tokens(policy, "train")) == (4, 8, 32)
 
 
-def test_a_rollout_longer_than_a_row_is_refused(model: str):
-    with pytest.raises(ValueError, match="train_mb_tokens"):
-        batch(policy_config(model=model), [sequence(40)])
-
-
 def test_the_sequences_of_a_rollout_are_trained_in_one_update(model: str):
     """An update has so many rollouts, however many sequences they have."""
     further = RolloutInfo("0/a/9", "a", 9, 1, 4, 9, "stop", None, place=1)

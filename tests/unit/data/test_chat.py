@@ -22,7 +22,7 @@ from mrl.data.chat import (
     use_chat_template,
     with_prompts,
 )
-from mrl.data.fields import Message, RowError
+from mrl.data.fields import Message
 from mrl.recipes.tokenizer import byte_tokenizer
 from tests.unit.data.test_rows import dataset
 from tests.waiting import HANG_S
@@ -77,11 +77,6 @@ def test_template_arguments_and_tools_reach_the_template():
     assert ask("q", tokenizer, ChatFormat(template_kwargs={"enable_thinking": True}), [{"name": "add"}]) == tuple(
         b"q?add"
     )
-
-
-def test_what_the_template_refuses_is_an_error_of_the_row():
-    with pytest.raises(RowError, match="the chat template does not take this conversation: unknown role tool"):
-        render([{"role": "tool", "content": "2"}], [], byte_tokenizer(4096), ChatFormat())
 
 
 def test_no_special_token_is_added_to_the_template(tmp_path: Path):

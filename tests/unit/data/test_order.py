@@ -36,17 +36,6 @@ def test_a_position_is_one_number(sizes: list[int], position: int, first: int, s
     assert order.at(position, first + second) == order.at(position, first) + order.at(position + first, second)
 
 
-def test_steps_cross_epochs_without_gap_or_repetition():
-    taken = [pick for step in range(10) for pick in PromptOrder([10], seed=1).at(3 * step, 3)]
-    assert len(set(taken)) == 30
-    assert {epoch for epoch, _ in taken} == {0, 1, 2}
-
-
-def test_a_step_larger_than_the_data_set():
-    picked = PromptOrder([3], seed=1).at(0, 7)
-    assert [epoch for epoch, _ in picked] == [0, 0, 0, 1, 1, 1, 2]
-
-
 @given(st.integers(1, 20), st.integers(1, 3), st.data())
 def test_what_is_consumed_is_left_out_and_nothing_else(num_prompts: int, num_epochs: int, data: st.DataObject):
     names = [f"p{index}" for index in range(num_prompts)]
@@ -116,21 +105,3 @@ def test_the_longest_come_first_and_equals_by_the_length_of_the_prompt():
         (1, prompt("long")),
     ]
     assert [one.prompt_id for _, one in hints.longest_first(asked)] == ["long", "newer", "new", "newest", "short"]
-
-
-def makespan(lengths: list[int], *, num_slots: int) -> int:
-    """Time when the last of these rollouts ends, begun in this order, each in the slot that is free first."""
-    slots = [0] * num_slots
-    for length in lengths:
-        slots[slots.index(min(slots))] += length
-    return max(slots)
-
-
-def test_a_long_rollout_is_not_alone_at_the_end():
-    lengths = {"a": 2, "b": 2, "c": 2, "d": 2, "long": 10}
-    hints = LengthHints()
-    for name, length in lengths.items():
-        hints.note(prompt(name), [length])
-    asked = [(1, prompt(name)) for name in lengths]
-    ordered = [lengths[one.prompt_id] for _, one in hints.longest_first(asked)]
-    assert (makespan(list(lengths.values()), num_slots=2), makespan(ordered, num_slots=2)) == (14, 10)

@@ -39,15 +39,6 @@ def test_a_row_by_hand():
     assert dtypes == {torch.int64} and row.cu_seqlens.dtype == torch.int32 and row.loss_mask_T.dtype == torch.float32
 
 
-def test_padding_stands_behind_each_sequence():
-    sequences = {4: pulled(rollout([1, 2], [3]), 0.5, True), 9: pulled(rollout([5], [6, 7, 8]), -1.5, True)}
-    row = pack_row(sequences, divisible_by=12, sequence_multiple=4, pad_token_id=PAD)
-    assert row.token_ids_T.tolist() == [1, 2, 3, PAD, 5, 6, 7, 8, PAD, PAD, PAD, PAD]
-    assert row.labels_T.tolist() == [2, 3, 0, 0, 6, 7, 8, 0, 0, 0, 0, 0]
-    assert row.loss_mask_T.tolist() == [0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert row.cu_seqlens.tolist() == [0, 4, 8, 12]
-
-
 def test_a_sampled_sequence_has_every_number_at_its_own_token():
     sequences = {4: pulled(rollout([1, 2], [3, 4]), 0.5, True), 9: pulled(rollout([5], [6, 7, 8]), -1.5, False)}
     # Old logprobs exist at the prompt's tokens too, where no one wants them.
@@ -131,11 +122,6 @@ def test_an_empty_row_is_padding():
     assert row.token_ids_T.tolist() == [PAD] * 4
     assert row.cu_seqlens.tolist() == [0, 4]
     assert (row.num_valid_tokens, row.num_valid_sequences, row.sequence_indices) == (0, 0, [])
-
-
-def test_a_full_row_has_no_padding_sequence():
-    row = pack_row({0: pulled(rollout([1], [2, 3, 4]), 1.0, True)}, divisible_by=4, pad_token_id=PAD)
-    assert row.cu_seqlens.tolist() == [0, 4]
 
 
 @given(

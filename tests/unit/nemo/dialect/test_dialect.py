@@ -3,7 +3,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.files import Setting, split_key
@@ -128,10 +127,6 @@ def test_two_names_in_one_file_are_refused(tmp_path: Path):
         load_config(path)
 
 
-def test_old_values_are_translated(load: Callable[..., RunConfig]):
-    assert load("checkpointing: {metric_name: val_reward}\n").checkpointing.metric_name == "val:accuracy"
-
-
 def test_no_effect_is_reported_with_the_reason(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(REQUIRED + "data_plane: {enabled: true}\n")
@@ -146,30 +141,6 @@ def test_no_effect_is_reported_with_the_reason(tmp_path: Path):
         "policy.generation_batch_size=64 (command line): NeMo RL reads it nowhere, and there is nothing for it to say "
         "here; it has no effect"
     ]
-
-
-def test_behaviour_that_we_do_not_have_is_refused(refused: Callable[..., str], load: Callable[..., RunConfig]):
-    load("", "policy.draft={enabled: false, loss_weight: 0.1}", "policy.megatron_cfg.mtp_num_layers=0")
-    said = refused("", "policy.draft.enabled=true", "policy.megatron_cfg.pipeline_dtype=bfloat16")
-    assert "policy.draft.enabled=true (command line): draft models are not trained; set it to false" in said
-    assert (
-        "policy.megatron_cfg.pipeline_dtype=bfloat16 (command line): stages hand on activations as they are; leave "
-        "it out"
-    ) in said
-
-
-def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]):
-    engine = "policy.generation.vllm_cfg"
-    for key, value in [
-        ("policy.generation.backend", "megatron"),
-        (f"{engine}.pow2_weight_scaling_factors", "true"),
-        (f"{engine}.kv_cache_dtype", "fp8"),
-        ("policy.quant_cfg", "nvfp4.yaml"),
-        ("policy.generation.quant_cfg", "nvfp4.yaml"),
-    ]:
-        said = refused("", f"{key}={value}")
-        assert f"{key}={value} (command line): " in said and said.count(" is not built; ") == 1
-        assert "Invalid value" not in said
 
 
 UNKNOWN = {"boolean": "maybe", "number": "many", "text": 7, "list": 7, "mapping": 7}
@@ -232,17 +203,6 @@ def test_the_off_values_of_a_newer_recipe_change_nothing(load: Callable[..., Run
         "policy.megatron_cfg.fp32_lm_head=tf32": "the output layer computes in policy.precision",
     }.items():
         assert f"{key} (command line): {reason}" in refused(SUPER, key)
-
-
-UNBUILT = [key for key, entry in FOREIGN.items() if entry.reason == "NeMo RL has it, and mrl has not"]
-
-
-@pytest.mark.parametrize("key", UNBUILT)
-def test_off_values_of_what_only_nemo_rl_has_pass(key: str):
-    for value, passes in (("false", True), ("0", True), ("null", True), ("[]", True), ("true", False), ("3", False)):
-        settings, problems = {split_key(key): Setting(yaml.safe_load(value), "a.yaml:1")}, list[Problem]()
-        _, migration = migrate(settings, lambda _, value=value: yaml.safe_load(value), problems, ["policy"])
-        assert (problems == []) == passes == bool(migration.without_effect)
 
 
 def test_sections_for_references_only_have_a_leading_underscore(
