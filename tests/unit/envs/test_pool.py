@@ -245,17 +245,6 @@ def test_children_die_with_their_parent():
     wait_until(lambda: not any(map(is_alive, orphans)), "end of the orphans")
 
 
-def test_a_child_is_small():
-    heavy = {"torch", "ray", "vllm", "transformers", "pydantic", "mrl.config.schema"}
-    code = (
-        f"import sys, mrl.envs.child, mrl.envs.math_value, mrl.envs.own; print(*sorted({heavy} & sys.modules.keys()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
-    )
-    assert done.stdout.strip() == ""
-
-
 def test_mathematics_end_to_end():
     mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=HANG_S)
     with Pool(mathematics) as pool:
