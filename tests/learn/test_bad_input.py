@@ -26,50 +26,17 @@ class Case:
     words: list[str]
     message: list[str]
     """Parts of what is printed: key, value, rule, way out. `{folder}` stands for the folder of the inputs."""
-    config: str = "grpo_tiny.yaml"
 
 
+# One of each kind of check: of a key, between keys, of rows, of room, of a folder. Unit tests hold each message.
 CASES = {
-    "missing config": Case(
-        [],
-        [
-            "config grpo_huge.yaml: no such file in ",
-            "no packaged config of that name",
-            "packaged are ",
-            ", grpo_tiny.yaml, ",
-        ],
-        "grpo_huge.yaml",
-    ),
     "unknown key": Case(
         ["grpo.num_prompt_per_step=8"],
         ["grpo.num_prompt_per_step=8 (command line): no such key", "the nearest is grpo.num_prompts_per_step"],
     ),
-    "value of the wrong type": Case(
-        ["grpo.max_num_steps=many"],
-        ["grpo.max_num_steps=many (command line)", "must be a whole number", "correct the value"],
-    ),
-    "missing model": Case(
-        ["policy.model_name={folder}/nowhere"],
-        [
-            "policy.model_name={folder}/nowhere: no readable config.json in this folder",
-            "give the folder of a Hugging Face model, or its id",
-        ],
-    ),
-    "missing data file": Case(
-        ["data.train.data_path={folder}/nowhere.jsonl"],
-        ["data.train.data_path={folder}/nowhere.jsonl: no such file", "correct the path", ".parquet or .arrow file"],
-    ),
     "layout that does not divide the model": Case(
         ["policy.megatron_cfg.tensor_model_parallel_size=3", "cluster.cpu_units_per_node=6"],
         ["policy.megatron_cfg.tensor_model_parallel_size=3: ", "does not divide the model's ", "use 1 or 2"],
-    ),
-    "layout that does not divide the cluster": Case(
-        ["cluster.cpu_units_per_node=5"],
-        [
-            "cluster.cpu_units_per_node=5: the 5 slots ",
-            "are no multiple of tensor 2 x pipeline 1 x context 1 = 2",
-            "change one of these sizes, cluster.num_nodes or cluster.cpu_units_per_node",
-        ],
     ),
     "corrupt data row": Case(
         ["data.train.data_path={folder}/corrupt.jsonl"],
@@ -77,14 +44,6 @@ CASES = {
             "data.train.data_path={folder}/corrupt.jsonl has 2 bad rows; correct or remove them",
             "{folder}/corrupt.jsonl:2: invalid JSON at column ",
             "{folder}/corrupt.jsonl:3: no key expected_answer or answer",
-        ],
-    ),
-    "prompt longer than the context": Case(
-        ["data.train.data_path={folder}/long.jsonl"],
-        [
-            "{folder}/long.jsonl:2: the prompt has 2002 tokens; policy.generation.vllm_cfg.max_model_len=1280",
-            "leaves 1264",
-            "raise the one, lower the other, or drop the row",
         ],
     ),
     "no room for checkpoints": Case(
@@ -116,7 +75,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     overrides = write_inputs(folder)
     good = json.dumps({"question": "10+11=", "answer": "21"})
     (folder / "corrupt.jsonl").write_text(f'{good}\n{{"question": "10+12=", "answer"\n{{"question": "10+13="}}\n')
-    (folder / "long.jsonl").write_text(f"{good}\n{json.dumps({'question': '1' * 2000, 'answer': '2'})}\n")
     (folder / "used").mkdir()
     (folder / "used" / "owner.json").write_text(json.dumps(this_process()))
     return folder, overrides
@@ -149,7 +107,7 @@ def test_bad_input_ends_with_one_message_before_anything_starts(
     case = CASES[name]
     words = [word.format(folder=folder) for word in case.words]
     result = subprocess.run(
-        [sys.executable, "-m", "mrl.train", case.config, *overrides, *words],
+        [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *overrides, *words],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart as a user runs it: it learns, shows what the tutorials show, and exports what it says it has."""
+"""The quickstart as a user runs it: it learns and shows what the tutorials show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.faults.attempts import Attempt, lineage
-from tests.learn.quickstart import Quickstart, accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
+from tests.learn.quickstart import Quickstart, run_quickstart
 from tests.reading import read_page
 
 pytestmark = pytest.mark.timeout(1800)
@@ -81,22 +81,6 @@ def test_the_run_folder_holds_what_was_promised(quickstart: Quickstart):
     )
     assert row.keys() >= {"step", "val/accuracy", "refit/seconds", "refit/verified_bytes", *names}
     assert [row["step"] for row in quickstart.metrics] == list(range(quickstart.last_step + 1))
-
-
-def test_the_exported_model_is_as_good(quickstart: Quickstart):
-    _, reported = quickstart.accuracies[-1]
-    exported = accuracy_of_export(quickstart)
-    print(f"the run reports {reported:.3f}; the export: {exported}")
-    assert exported.num_problems == 256
-    assert abs(exported.sampled - reported) <= sampling_noise([exported.sampled, reported], exported.num_problems)
-    assert exported.greedy >= LEARNED
-
-
-def test_the_model_does_not_know_the_answers_before(quickstart: Quickstart):
-    """Its likeliest answers are wrong more often than right: the run teaches more than to be sure."""
-    before = accuracy_before(quickstart)
-    print(f"before: {before}")
-    assert before.greedy <= 0.50
 
 
 @pytest.mark.parametrize(
