@@ -19,7 +19,7 @@ from mrl.config.sharing import describe_sharing
 from mrl.config.texts import counted
 from mrl.data.order import count_steps
 from mrl.envs.workers import describe_workers, usable_cores
-from mrl.phases import ModelName
+from mrl.phases import REFERENCE, ModelName
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import describe_limits
@@ -91,6 +91,13 @@ def _teachers(config: RunConfig) -> str:
         of_model = f"{_model(config.model(model))}; {_trainer(config, model)}{where}"
         lines.append(f"{name}{': ' if name else ''}{of_model}; {what}")
     return "\n".join(lines) or "none"
+
+
+def _reference(config: RunConfig) -> str:
+    if not config.has_reference_apart:
+        return ""
+    nodes = config.reference.num_nodes
+    return f"{_trainer(config, REFERENCE)}, on {nodes} node{'s' * (nodes != 1)} of its own"
 
 
 def _judges(config: RunConfig) -> str:
@@ -224,6 +231,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "slots": _slots,
     "trainer": _trainer,
     "teacher": _teachers,
+    "reference": _reference,
     "critic": lambda config: _critic(config) if config.has_critic else "none",
     "engines": _engines,
     "judges": _judges,
@@ -247,7 +255,18 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
 }
 """Line of the report -> what it says of a run."""
 ROWS_OF_TRAINING = (
-    *("algorithm", "trainer", "teacher", "critic", "batch", "prefixes", "steps", "optimizer", "run folder"),
+    *(
+        "algorithm",
+        "trainer",
+        "teacher",
+        "reference",
+        "critic",
+        "batch",
+        "prefixes",
+        "steps",
+        "optimizer",
+        "run folder",
+    ),
     *("checkpoints", "deadlines"),
 )
 """Lines that say nothing of an evaluation."""

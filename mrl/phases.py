@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 Phase = Literal["load", "train", "logprob", "teacher", "value", "train_value", "refit", "generate", "checkpoint"]
-Role = Literal["policy", "teacher", "critic"]
+Role = Literal["policy", "teacher", "critic", "reference"]
 ModelName = str
 """A model that policy ranks may hold: the policy, and others that compute the same rows, each in a layout of its own.
 
 It is named by its role, or, where several have that, by role and name, as in "teacher:math".
 """
+REFERENCE: ModelName = "reference"
+"""The policy's starting weights, as a model with nodes of its own."""
 Place = Literal["device", "host", "none"]
 """`none`: freed, and allocated anew, with or without content, when it is needed again."""
 
@@ -24,6 +26,11 @@ Place = Literal["device", "host", "none"]
 def role_of(model: ModelName) -> Role:
     """Role of a model."""
     return cast("Role", model.partition(":")[0])
+
+
+def is_frozen(model: ModelName) -> bool:
+    """Tells whether a model is never trained, so that only its weights are kept."""
+    return role_of(model) in ("teacher", REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Residency:
         match role_of(model):
             case "policy":
                 return self
-            case "teacher":
+            case "teacher" | "reference":
                 return replace(self, weights=self.teacher_weights, gradients="none", optimizer="host")
             case "critic":
                 return replace(

@@ -58,7 +58,7 @@ COLUMNS = ("key", "default", "meaning")
 GROUPS = {
     "Algorithms": ("algorithm", "grpo", "ppo", "distillation", "sft", "dpo", "rm", "on_policy_distillation"),
     "Losses and rewards": ("loss_fn", "value_loss_fn", "reward_penalties"),
-    "Models": ("policy", "value"),
+    "Models": ("policy", "value", "reference"),
     "Data and environments": ("data", "env", "judges"),
     "The run": ("checkpointing", "logger", "cluster", "deadlines", "profiler", "eval"),
 }

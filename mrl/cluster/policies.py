@@ -36,7 +36,7 @@ from mrl.data.batch import make_batch
 from mrl.data.packing import PackedRow, pack_row, with_prompt
 from mrl.data.prefixes import add_trees
 from mrl.envs.scratch import Scratch
-from mrl.phases import ModelName
+from mrl.phases import ModelName, role_of
 from mrl.plan.deadlines import start_deadline, train_deadline
 from mrl.types import Batch, PayloadRef, TrainSequence
 
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-POLICY_RANK, OWN_RANK = "policy rank", "teacher rank"
 MEETING_FILE = "ranks"
 LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
@@ -218,8 +217,10 @@ class Ranks:
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, own: ModelName = "") -> None:
         """`own`: a model with nodes of its own, whose ranks these are, in place of the policy's."""
         slots = placement.own_slots[own] if own else range(placement.num_policy_ranks)
-        self.kind, self.first = (OWN_RANK, slots.start - placement.num_policy_ranks) if own else (POLICY_RANK, 0)
-        """Name of a rank, and number of the first: those of all models with own nodes are counted in one."""
+        role = role_of(own or "policy")
+        same = [other.start for model, other in placement.own_slots.items() if role_of(model) == role]
+        self.kind, self.first = f"{role} rank", slots.start - min(same, default=0)
+        """Name of a rank, and number of the first: those of all models of a role are counted in one."""
         self.start_s = start_deadline(config).seconds
         self.handles: list = []
         self.in_order = threading.Lock()
@@ -347,6 +348,12 @@ class PolicyGroup(Actors[PolicyVerbs]):
         self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> dict[int, PayloadRef]:
         """Calls a function that takes or returns arrays of sequences; they move between ranks, here are references."""
+        return self.start_on_tokens(verb, batches, given)()
+
+    def start_on_tokens(
+        self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
+    ) -> Callable[[], dict[int, PayloadRef]]:
+        """Starts what `call_on_tokens` calls. The answer waits for it."""
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
 
         def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:
@@ -362,13 +369,16 @@ class PolicyGroup(Actors[PolicyVerbs]):
                 self.name(rank): ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, part(dp_rank))
                 for rank, dp_rank in enumerate(self.dp_ranks)
             }
-        answers = self.wait(pending, deadline_s=None, what=verb).values()
-        return {
-            first + index: payload
-            for answer in answers
-            for first, payloads in zip(firsts, answer, strict=False)
-            for index, payload in payloads.items()
-        }
+
+        def finish() -> dict[int, PayloadRef]:
+            return {
+                first + index: payload
+                for answer in self.wait(pending, deadline_s=None, what=verb).values()
+                for first, payloads in zip(firsts, answer, strict=False)
+                for index, payload in payloads.items()
+            }
+
+        return finish
 
     def teach(
         self, sequences: Sequence[TrainSequence], prompts: Mapping[int, tuple[int, ...]], k: int

@@ -24,7 +24,7 @@ from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
-from mrl.phases import PHASES, ModelName, Phase, role_of
+from mrl.phases import PHASES, REFERENCE, ModelName, Phase, role_of
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.types import Prompt, TrainSequence
 
@@ -36,6 +36,8 @@ class PolicySession:
     """Policy ranks without engines. Nothing ever leaves their devices: they enter phase "train" once and stay in it."""
 
     policies: PolicyGroup
+    reference: PolicyGroup | None = None
+    """The reference, if it has nodes of its own."""
     _is_training: bool = False
 
     def enter(self, phase: Phase) -> None:
@@ -66,12 +68,17 @@ class RolloutSession:
     policies: PolicyGroup
     models_beside: Mapping[ModelName, PolicyGroup]
     """The further models of the policy ranks. They are on the host whenever none of their phases has been entered."""
-    teachers_apart: Mapping[ModelName, PolicyGroup]
-    """Teachers with nodes of their own, which stay in phase "teacher"."""
+    models_apart: Mapping[ModelName, PolicyGroup]
+    """Models with nodes of their own, which stay in phase "teacher"."""
     engines: EngineGroup
     rewards: Rewards
     refit: Refitter
     collector: RolloutCollector
+
+    @property
+    def reference(self) -> PolicyGroup | None:
+        """The reference, if it has nodes of its own."""
+        return self.models_apart.get(REFERENCE)
 
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
@@ -128,8 +135,8 @@ class RolloutSession:
                 taught[place] = sequence
 
         for model in places:
-            if model in self.teachers_apart:
-                apart[model] = teach(self.teachers_apart[model])
+            if model in self.models_apart:
+                apart[model] = teach(self.models_apart[model])
         for model in places:
             if model not in apart:
                 self.enter("teacher", model)
@@ -199,9 +206,14 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
 def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicySession]:
     """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
     with placed_slots(config, log_folder) as placement:
-        policies = PolicyGroup(config, Ranks(config, placement, log_folder=log_folder), pad_token_id=pad_token_id)
-        logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_slots)
-        yield PolicySession(policies)
+        ranks, reference = Ranks(config, placement, log_folder=log_folder), None
+        if config.has_reference_apart:
+            own = Ranks(config, placement, log_folder=log_folder, own=REFERENCE)
+            reference = start_apart(config, own, REFERENCE, pad_token_id=pad_token_id)
+        policies = PolicyGroup(config, ranks, pad_token_id=pad_token_id)
+        num_ranks = policies.world_size + (reference.world_size if reference is not None else 0)
+        logger.info("Number of actors online: %d/%d", num_ranks, placement.num_slots)
+        yield PolicySession(policies, reference)
 
 
 @contextmanager
@@ -237,6 +249,13 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
         remove_file(log_folder / FILE_NAME)
 
 
+def start_apart(config: RunConfig, ranks: Ranks, model: ModelName, *, pad_token_id: int) -> PolicyGroup:
+    """A model with nodes of its own, with its folder's weights where it works with them."""
+    group = PolicyGroup(config, ranks, pad_token_id=pad_token_id, model=model)
+    group.call(PolicyVerbs.enter, "teacher", deadline_s=ranks.start_s)
+    return group
+
+
 def start_models(
     config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, news: News | None = None
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
@@ -252,8 +271,7 @@ def start_models(
         engines.wait_until_built()
         startup.lap("engines")
     for model, own_ranks in apart.items():
-        models[model] = PolicyGroup(config, own_ranks, pad_token_id=pad_token_id, model=model)
-        models[model].call(PolicyVerbs.enter, "teacher", deadline_s=ranks.start_s)
+        models[model] = start_apart(config, own_ranks, model, pad_token_id=pad_token_id)
     for model in (*config.models_beside, "policy"):
         models[model] = PolicyGroup(config, ranks, pad_token_id=pad_token_id, model=model)
         if model != "policy":

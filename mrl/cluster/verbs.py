@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from mrl.types import TokenSample
 from conversion.files.manifest import WriteReport
 
-TokenVerb = Literal["compute_values", "compute_advantages", "set_returns"]
+TokenVerb = Literal[
+    "compute_reference_logprobs", "set_reference_logprobs", "compute_values", "compute_advantages", "set_returns"
+]
 """Functions of `mrl.policy.other_models`, which documents them."""
 
 

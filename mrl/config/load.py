@@ -48,6 +48,7 @@ _AUTOMATIC = f", {AUTO}"
 _SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 WITHOUT_TRAINER: Mapping[str, object] = {
     "checkpointing.enabled": False,
+    "reference.num_nodes": 0,
     "policy.megatron_cfg.sequence_parallel": False,
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": None,
     **{f"policy.megatron_cfg.{name}_parallel_size": 1 for name in _SIZES},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -14,9 +14,11 @@ from mrl.algo.critic import explained_variance
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.batch import make_batches
 from mrl.metrics import metrics_of_passes, metrics_of_updates
+from mrl.phases import REFERENCE, ModelName
 from mrl.store.rollout_files import RecordedStep, SequenceTensors
 
 if TYPE_CHECKING:
+    from mrl.cluster.policies import PolicyGroup
     from mrl.cluster.session import RolloutSession, Session
     from mrl.config.schema.run import RunConfig
     from mrl.types import Batch, PayloadRef
@@ -44,7 +46,7 @@ class Critic:
     def judge(self, batches: Sequence[Batch]) -> JudgedStep:
         """Makes the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
-        own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config, "critic")
+        own = _batches_of("critic", self.config, batches)
         self.session.enter("value")
         group.set_batches(own)
         return JudgedStep(own, group.call_on_tokens("compute_values", own))
@@ -68,17 +70,34 @@ class Critic:
         return advantages | {name.replace("train/", "train/critic/", 1): value for name, value in learned.items()}
 
 
+def _ask_reference(
+    reference: PolicyGroup, config: RunConfig, batches: Sequence[Batch]
+) -> Callable[[], dict[int, PayloadRef]]:
+    """Starts the reference on a step's tokens; it works beside the policy. The answer waits for its logprobs."""
+    own = _batches_of(REFERENCE, config, batches)
+    reference.set_batches(own)
+    return reference.start_on_tokens("compute_reference_logprobs", own)
+
+
+def _batches_of(model: ModelName, config: RunConfig, batches: Sequence[Batch]) -> list[Batch]:
+    """The same sequences in batches of another model."""
+    return make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), config, model)
+
+
 def learn(
     session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None
 ) -> dict[str, float]:
     """Makes the ranks compute logprobs, then take an optimizer step on each batch of `step`; returns the metrics."""
     policies = session.policies
+    asked = _ask_reference(session.reference, config, batches) if session.reference is not None else None
     judged = critic.judge(batches) if critic is not None else None
     session.enter("logprob")
     policies.set_batches(batches)
     if config.needs_old_logprobs:
         policies.call(PolicyVerbs.compute_old_logprobs)
-    if config.keeps_reference:
+    if asked is not None:
+        policies.call_on_tokens("set_reference_logprobs", batches, asked())
+    elif config.keeps_reference:
         policies.call(PolicyVerbs.compute_reference_logprobs)
     metrics = metrics_of_updates([batch.metrics for batch in batches])
     if critic is not None and judged is not None:
@@ -99,6 +118,7 @@ def layout_of(config: RunConfig) -> str:
     """The keys that decide in which order a step sums floats."""
     policy = config.policy
     parts = (policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching)
+    parts = (*parts, config.reference) if config.has_reference_apart else parts
     sizes = (config.num_policy_ranks, policy.train_micro_batch_size, policy.logprob_batch_size)
     sections = [dataclasses.asdict(part) for part in parts]
     del sections[0]["env_vars"]  # may hold secrets

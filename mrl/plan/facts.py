@@ -45,7 +45,7 @@ class PlanModel:
         """Folder of the model's weights; None if unknown."""
         self.beside = beside
         self.apart = apart
-        """Teachers with nodes of their own."""
+        """Models with nodes of their own."""
         self.family = family(hf_config)
         self.shape = sizes_of(hf_config)
         self.mtp_pattern = str(self.family.megatron_arguments(hf_config).get("mtp", {}).get("pattern", ""))

@@ -14,7 +14,7 @@ from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
 from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.run import RunConfig
-from mrl.phases import PHASES, WORKERS, ModelName, Phase, role_of
+from mrl.phases import PHASES, WORKERS, ModelName, Phase, is_frozen, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, read_model, row_of, state_rules
@@ -266,7 +266,7 @@ def other_model_memory(config: RunConfig, model: PlanModel, *, imbalance: float 
 
 
 def memory_apart(config: RunConfig, model: PlanModel) -> dict[ModelName, Parts]:
-    """Bytes of the fullest GPU of each teacher with nodes of its own, where it keeps its weights, as it works."""
+    """Bytes of the fullest GPU of each model with nodes of its own, where it keeps its weights, as it works."""
     found: dict[ModelName, Parts] = {}
     for name, other in model.apart.items():
         work = _neediest(config, name, other, IMBALANCE)
@@ -278,7 +278,7 @@ def memory_apart(config: RunConfig, model: PlanModel) -> dict[ModelName, Parts]:
 def _neediest(config: RunConfig, name: ModelName, model: PlanModel, imbalance: float) -> Work:
     stages = range(config.model(name).megatron_cfg.pipeline_model_parallel_size)
     works = [work_of(config, model, stage, name, imbalance=imbalance) for stage in stages]
-    return max(works, key=_needed_by_teachers if role_of(name) == "teacher" else _needed_in_training)
+    return max(works, key=_needed_if_frozen if is_frozen(name) else _needed_in_training)
 
 
 def _with_slack(parts: Parts) -> Parts:
@@ -286,7 +286,7 @@ def _with_slack(parts: Parts) -> Parts:
     return {**parts, "slack": SLACK * sum(size for name, size in parts.items() if name.startswith(_PASSING))}
 
 
-def _needed_by_teachers(work: Work) -> float:
+def _needed_if_frozen(work: Work) -> float:
     return work.states.weights + work.persistent + sum(work.forward.values())
 
 
@@ -311,7 +311,7 @@ def rank_memory(
         if not workers or (not config.has_engines and phase in ("generate", "refit")):
             continue
         # Teachers compute one after another.
-        worker = max(workers, key=lambda name: _needed_by_teachers(works[name]))
+        worker = max(workers, key=lambda name: _needed_if_frozen(works[name]))
         parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
             parts["gradients"] = states.gradients
@@ -359,7 +359,7 @@ def all_ranks(
 def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, name: ModelName = "policy") -> States:
     """States of a rank of a pipeline stage of the model of this name."""
     rules = state_rules(config, name)
-    rules = replace(rules, is_trained=False) if role_of(name) == "teacher" else rules
+    rules = replace(rules, is_trained=False) if is_frozen(name) else rules
     what = {"trains_mtp": config.mtp_steps_of(name) > 0, "has_head": _has_head(config, name)}
     megatron = config.model(name).megatron_cfg
     states = state_bytes(model.elements.stage(megatron.parallel, pp_rank, **what), rules)

@@ -333,7 +333,7 @@ def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
         "num_parameters": plan.model.num_parameters,
         "stage": plan.worst.stage,
         "memory": plan.worst.phases,
-        "teachers_apart": memory_apart(plan.config, plan.model),
+        "models_apart": memory_apart(plan.config, plan.model),
         "fits": plan.misfit is None and plan.host_misfit is None,
         "misfit": plan.misfit or plan.host_misfit,
         "engine": dataclasses.asdict(plan.engine) if plan.engine else None,

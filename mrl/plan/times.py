@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mrl.config.model import ModelSizes
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import SequenceCost
-from mrl.phases import role_of
+from mrl.phases import REFERENCE, role_of
 from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
 from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, num_microbatches
@@ -301,21 +301,24 @@ def step_times(
         phases[name] = train_seconds(
             other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts
         )
-    # Teachers with nodes of their own work at the same time.
-    apart = [
-        train_seconds(
+    # Teachers with nodes of their own work at the same time; the reference beside the policy's logprobs.
+    apart = {
+        name: train_seconds(
             other.shape,
             other.cost(),
             gpu,
             tokens=tokens,
             length=mean_tokens,
             gpus=config.num_ranks_of(name),
-            passes=1.0 / len(config.teachers),
+            passes=1.0 if name == REFERENCE else 1.0 / len(config.teachers),
         )
         for name, other in model.apart.items()
-    ]
+    }
+    if (reference := apart.pop(REFERENCE, None)) is not None:
+        beside = phases.get("logprobs", reference)
+        phases["logprobs"] = max(beside, reference, key=lambda time: time.high)
     if apart:
-        phases["teachers apart"] = max(apart, key=lambda time: time.high)
+        phases["teachers apart"] = max(apart.values(), key=lambda time: time.high)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm = config.policy.generation.vllm_cfg

@@ -94,7 +94,7 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
             old_logprobs_T=None if config.force_on_policy_ratio else row.old_logprobs_T,
             generator_logprobs_T=row.generator_logprobs_T.to(device),
-            reference_logprobs_T=row.reference_logprobs_T,
+            reference_logprobs_T=None if row.reference_logprobs_T is None else row.reference_logprobs_T.to(device),
             advantages_T=row.advantages_T.to(device),
             loss_mask_T=row.loss_mask_T.to(device),
             positive_mask_T=row.positive_mask_T.to(device),

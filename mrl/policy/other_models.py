@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes for models other than the policy: a teacher's token scores, a critic's values, and the returns that it learns.
+"""Passes for models other than the policy: scores of teachers and reference, a critic's values, its returns.
 
 Collective over all ranks. Each function takes the rank of one model, and makes that current.
 """
@@ -28,6 +28,24 @@ def teach(teacher: PolicyRank, k: int) -> dict[int, TeacherTokens]:
     if k:
         return teacher.computed(step.compute_top_logits, rows, teacher.distribution, k)
     return teacher.computed(step.compute_drawn_logprobs, rows, teacher.distribution.untruncated)
+
+
+def compute_reference_logprobs(reference: PolicyRank) -> list[dict[int, np.ndarray]]:
+    """Computes logprobs of the batches' tokens, never truncated. Returns them by sequence, as `compute_values` does."""
+    reference.make_current()
+    distribution = reference.distribution.untruncated
+    found = []
+    for batch in reference.batches():
+        logprobs = reference.computed(step.compute_logprobs, batch.logprob_rows, distribution)
+        found.append(list(batch.with_values(logprobs[: len(batch.logprob_rows)])))
+    return sequences_of(found)
+
+
+def set_reference_logprobs(policy: PolicyRank, logprobs: list[dict[int, np.ndarray]]) -> None:
+    """Sets the reference's logprobs of batches, by sequence."""
+    policy.make_current()
+    for batch, found in zip(policy.batches(), logprobs, strict=True):
+        batch.take_reference_logprobs(found)
 
 
 def compute_values(critic: PolicyRank) -> list[dict[int, np.ndarray]]:
@@ -59,5 +77,11 @@ def set_returns(critic: PolicyRank, returns: list[dict[int, np.ndarray]]) -> Non
         batch.take_returns(found)
 
 
-ON_TOKENS = {"compute_values": compute_values, "compute_advantages": compute_advantages, "set_returns": set_returns}
+ON_TOKENS = {
+    "compute_reference_logprobs": compute_reference_logprobs,
+    "set_reference_logprobs": set_reference_logprobs,
+    "compute_values": compute_values,
+    "compute_advantages": compute_advantages,
+    "set_returns": set_returns,
+}
 """The functions that take or return arrays of sequences, by name."""

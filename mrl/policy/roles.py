@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of the models on the policy ranks, and the differences between policy, critic and teacher."""
+"""Roles of the models on the policy ranks, and the differences between policy, critic and frozen models."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def role_for(model: ModelName) -> ModelRole:
             return ModelRole(phases.enter, "train", is_mapped=True)
         case "critic":
             return ModelRole(beside, "train_value", objective_of_values, has_head=True)
-        case "teacher":
+        case "teacher" | "reference":
             return ModelRole(beside)

@@ -190,6 +190,7 @@ RULES: dict[str, Check] = {
     "parallel layout": layout.check_cluster,
     "profiler": layout.check_profiler,
     "teacher": models.check_teacher,
+    "reference": models.check_reference,
     "tokens of the policy": tokens.check_vocabulary,
 }
 ROLLOUT_RULES: dict[str, Check] = {

@@ -46,11 +46,8 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
     if own is not None:
         slots = f"{own} of its own nodes x {slot_key}={cluster.slots_per_node}"
     elif ranks < cluster.num_slots:
-        of_judges = config.num_judge_nodes * cluster.slots_per_node
-        taken = {"dedicated engines": config.num_dedicated_slots, "teachers": config.num_own_slots - of_judges}
-        taken["judges"] = of_judges
-        if not cluster.gpus_per_node:
-            del taken["dedicated engines"]
+        of_others = {what: nodes * cluster.slots_per_node for what, nodes in config.nodes_of_others.items()}
+        taken = {"dedicated engines": config.num_dedicated_slots if cluster.gpus_per_node else 0, **of_others}
         slots += "".join(f" less {number} of {what}" for what, number in taken.items() if number)
     wrong: dict[str, int] = {}
     products = []
@@ -88,8 +85,8 @@ def _nodes_that_fit(config: RunConfig, problems: Problems) -> str:
 
 
 def _misses_nodes(config: RunConfig, problems: Problems) -> bool:
-    """Checks the nodes that teachers and judges have to themselves: whole ones, which leave some to the policy."""
-    cluster, own = config.cluster, config.own_nodes
+    """Checks the nodes that models and judges have to themselves: whole ones, which leave some to the policy."""
+    cluster, taken = config.cluster, config.nodes_of_others
     teaching, key = config.teaching, "distillation.teacher_nodes"
     if teaching is not None:
         key = "on_policy_distillation.non_colocated_teachers.enabled"
@@ -105,15 +102,16 @@ def _misses_nodes(config: RunConfig, problems: Problems) -> bool:
             if wrong:
                 return True
     of_engines = config.num_dedicated_slots // cluster.slots_per_node if cluster.gpus_per_node else 0
-    taken = {"teachers": sum(own.values()), "judges": config.num_judge_nodes, "dedicated engines": of_engines}
-    if not own:
-        key = f"judges.{next(iter(config.judges))}.num_nodes"
+    if not taken["teachers"]:
+        key = "cluster.num_nodes" if taken["the reference"] else f"judges.{next(iter(config.judges))}.num_nodes"
+    taken["dedicated engines"] = of_engines
     if sum(taken.values()) >= cluster.num_nodes:
         told = " and ".join(f"{number} of {what}" for what, number in taken.items() if number).replace(
             " ", " nodes ", 1
         )
         rule = f"{told} leave the policy none of cluster.num_nodes={cluster.num_nodes}"
-        fewer = ", or let teachers share the policy's nodes" if own else ""
+        fewer = ", or set reference.num_nodes=0" if taken["the reference"] else ""
+        fewer = ", or let teachers share the policy's nodes" if taken["teachers"] else fewer
         problems.add(key, rule, f"raise cluster.num_nodes above {sum(taken.values())}{fewer}")
         return True
     if not cluster.gpus_per_node and config.num_dedicated_slots:

@@ -18,7 +18,7 @@ from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, over
 from mrl.config.rules import algorithms, fp8, layout, training
 from mrl.config.rules.tokens import check_tokens
 from mrl.config.schema.run import RunConfig
-from mrl.phases import ModelName
+from mrl.phases import REFERENCE, ModelName
 
 Check = Callable[[RunConfig, Problems], None]
 ModelCheck = Callable[[RunConfig, ModelSizes, Problems], None]
@@ -166,6 +166,8 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
             problems.tell(key, length, rule, way_out)
         check_tokens(config, model, problems)
         _check_section(config, model, said, problems)
+    if config.has_reference_apart:
+        _check_section(config, REFERENCE, said, problems)
 
 
 def _check_section(config: RunConfig, model: ModelName, said: list[Problem], problems: Problems) -> None:
@@ -190,6 +192,25 @@ def _check_section(config: RunConfig, model: ModelName, said: list[Problem], pro
 
 LOSS_KEYS = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
 """Keys of `loss_fn` for distillation; all others are GRPO's."""
+
+
+def check_reference(config: RunConfig, problems: Problems) -> None:
+    """Checks that a reference with nodes of its own is one that the loss compares with, and no policy rank holds."""
+    key, keep = "reference.num_nodes", "set this to 0"
+    if not config.reference.num_nodes:
+        return
+    if config.algorithm == "dpo":
+        problems.add(key, "algorithm=dpo compares with the reference that its ranks keep", keep)
+    elif config.algorithm not in ("grpo", "ppo"):
+        problems.add(key, f"algorithm={config.algorithm} compares with no reference", keep)
+    elif not config.has_reference_apart:
+        penalty = "loss_fn.reference_policy_kl_penalty"
+        problems.add(key, f"{penalty}=0 leaves nothing to compare with a reference", f"{keep}, or raise {penalty}")
+    elif config.policy.megatron_cfg.peft.enabled:
+        rule = (
+            "the reference is the base of the policy's adapters (policy.megatron_cfg.peft.enabled=true), on its ranks"
+        )
+        problems.add(key, rule, keep)
 
 
 def check_teacher(config: RunConfig, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
+from mrl.config.fields import Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
     DpoConfig,
     EvalConfig,
@@ -24,14 +24,16 @@ from mrl.config.schema.algo import (
     SftConfig,
 )
 from mrl.config.schema.data import DataConfig
+from mrl.config.schema.deadlines import DeadlinesConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.judges import JudgeConfig
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
+from mrl.config.schema.reference import ReferenceConfig
 from mrl.config.schema.teachers import DistillationConfig, OnPolicyDistillationConfig
-from mrl.phases import ModelName, role_of
+from mrl.phases import REFERENCE, ModelName, is_frozen
 
 # Rollouts of an engine where nobody knows how many a validation has.
 SOME_SEQS = 128
@@ -122,30 +124,6 @@ class ClusterConfig:
 
 
 @dataclass
-class DeadlinesConfig:
-    start_s: AboveZero | None = None
-    """Seconds until all processes hold their weights; null = by the size of the weights: `--check` prints it."""
-    generate_s: AboveZero = 600.0
-    """Seconds without a finished rollout after which generation has failed."""
-    reward_s: AboveZero = 120.0
-    """Seconds, beyond the longest `env.NAME.timeout_s`, in which no worker begins or ends a rollout: then rewards have
-    failed.
-
-    Rollouts that wait for a worker are waited for; the metric `rollout/reward_wait_s` says how long.
-    """
-    train_s: AboveZero | None = None
-    """Seconds for one logprob pass or train step; null = by model, tokens and GPUs: `--check` prints it."""
-    refit_s: AboveZero = 300.0
-    """Seconds for one refit."""
-    checkpoint_s: AboveZero | None = None
-    """Seconds to save, to check or to load a checkpoint; null = by its size and the nodes: `--check` prints it."""
-    notice_s: AboveZero = 50.0
-    """Seconds without progress after which the driver names the process that hangs, within a minute, and keeps
-    everybody's stacks.
-    """
-
-
-@dataclass
 class ProfilerConfig:
     steps: list[int] = field(default_factory=list)
     """Steps whose train phase (logprob passes and updates) some policy ranks record."""
@@ -193,6 +171,7 @@ class RunConfig:
     ppo: PpoConfig = field(default_factory=PpoConfig)
     on_policy_distillation: OnPolicyDistillationConfig | None = None
     loss_fn: LossConfig = field(default_factory=LossConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
     reward_penalties: RewardPenaltiesConfig = field(default_factory=RewardPenaltiesConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -219,19 +198,22 @@ class RunConfig:
         """The keys of a model that policy ranks hold, in the form of the policy's, with the values of its own."""
         if name == "policy":
             return self.policy
-        own = self.value.beside(self.policy) if name == "critic" else self.teachers[name]
+        if name == REFERENCE:
+            own = self.reference.beside(self.policy)
+        else:
+            own = self.value.beside(self.policy) if name == "critic" else self.teachers[name]
         differences: dict[str, Any] = {
             "megatron_cfg": dataclasses.replace(own.megatron_cfg, mtp_num_layers=0),
             "generation": dataclasses.replace(self.policy.generation, temperature=own.generation.temperature),
             "router_replay": RouterReplayConfig(),
-            "share_prefixes": False,
+            "share_prefixes": own.share_prefixes if name == REFERENCE else False,
         }
         return dataclasses.replace(own, **differences)
 
     @property
     def models(self) -> dict[ModelName, PolicyConfig]:
-        """`model` of each that policy ranks hold: the policy's first, then the others'."""
-        return {name: self.model(name) for name in self.sections}
+        """`model` of each that ranks hold: the policy's first, then the others'."""
+        return {name: self.model(name) for name in dict.fromkeys((*self.sections, *self.own_nodes))}
 
     @property
     def sections(self) -> dict[ModelName, PolicyConfig | ValueConfig]:
@@ -245,17 +227,18 @@ class RunConfig:
 
     @property
     def own_nodes(self) -> dict[ModelName, int]:
-        """Number of nodes that each teacher with nodes of its own has."""
+        """Number of nodes of each model with nodes of its own: teachers, then the reference."""
         if self.algorithm == "distillation":
             nodes = self.distillation.teacher_nodes
             return {"teacher": nodes} if nodes and self.teacher is not None else {}
         own = {} if self.teaching is None else self.teaching.own_nodes
-        return {f"teacher:{name}": nodes for name, nodes in own.items()}
+        apart = {REFERENCE: self.reference.num_nodes} if self.has_reference_apart else {}
+        return {f"teacher:{name}": nodes for name, nodes in own.items()} | apart
 
     @property
     def trained_models(self) -> tuple[ModelName, ...]:
         """The models that the run trains, and its checkpoints hold."""
-        return tuple(model for model in self.sections if role_of(model) != "teacher")
+        return tuple(model for model in self.sections if not is_frozen(model))
 
     @property
     def teachers(self) -> dict[ModelName, PolicyConfig]:
@@ -319,10 +302,17 @@ class RunConfig:
 
     @property
     def keeps_reference(self) -> bool:
-        """Tells whether the loss compares with the starting model."""
-        return self.algorithm == "dpo" or (
-            self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0
-        )
+        """Tells whether policy ranks keep the starting model, as the loss compares with it."""
+        return self.algorithm == "dpo" or (self._has_kl and not self.reference.num_nodes)
+
+    @property
+    def has_reference_apart(self) -> bool:
+        """Tells whether the starting model, which the loss compares with, has nodes of its own."""
+        return self._has_kl and self.reference.num_nodes > 0
+
+    @property
+    def _has_kl(self) -> bool:
+        return self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def num_passes(self) -> int:
@@ -412,8 +402,14 @@ class RunConfig:
 
     @property
     def num_own_slots(self) -> int:
-        """Slots of teachers and judges with nodes of their own; they follow the policy's."""
-        return (sum(self.own_nodes.values()) + self.num_judge_nodes) * self.cluster.slots_per_node
+        """Slots of models and judges with nodes of their own; they follow the policy's."""
+        return sum(self.nodes_of_others.values()) * self.cluster.slots_per_node
+
+    @property
+    def nodes_of_others(self) -> dict[str, int]:
+        """Nodes that models and judges have to themselves, by who has them."""
+        own, of_reference = sum(self.own_nodes.values()), self.own_nodes.get(REFERENCE, 0)
+        return {"teachers": own - of_reference, "the reference": of_reference, "judges": self.num_judge_nodes}
 
     @property
     def num_judge_nodes(self) -> int:

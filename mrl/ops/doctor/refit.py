@@ -29,6 +29,7 @@ from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
+from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import aligned
 from mrl.data.prompts import PromptData, load_prompts
@@ -53,8 +54,9 @@ FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10, "fp8": 1.28}
 MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02, "fp8": 1.18}
 
-# The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
-SETTINGS = ("checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=0.0")
+# The doctor writes no checkpoint and keeps no reference, so it asks for neither disk nor memory for them.
+SETTINGS = ("checkpointing.enabled=false",)
+NO_KL = "loss_fn.reference_policy_kl_penalty"
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,8 @@ def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
 
 def run_refit(name: str, overrides: Sequence[str], secrets: set[str]) -> int:
     """Examines a config and logs the table. Exit code 0: no check failed; 1: one did. ValueError: wrong input."""
-    config = check_start(load_config(name, [*overrides, *SETTINGS], secrets=secrets))
+    config = load_config(name, [*overrides, *SETTINGS], secrets=secrets)
+    config = check_start(with_value(config, NO_KL, 0.0) if config.keeps_reference else config)
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
     logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)

@@ -15,7 +15,7 @@ from mrl.spans import MAIN, SUFFIX
 EVENT = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"([^"]*)".*\},$', re.MULTILINE)
 STEP = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"step",.*"args":\{"step":(\d+)\}\},$', re.MULTILINE)
 NAME = re.compile(rf"([a-z-]+?)(?:-(\d+))?{re.escape(SUFFIX)}")
-KINDS = ("driver", "policy-rank", "teacher-rank", "engine", "rewards")
+KINDS = ("driver", "policy-rank", "teacher-rank", "reference-rank", "engine", "rewards")
 START = 0
 MAX_LANES = 32
 MAX_SPANS = 400

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from mrl.recipes.tiny import prepare_tiny
+from tests.faults.attempts import Attempt, tiny_inputs
+from tests.faults.test_kill import rows
 from tests.sources import ROOT
 from tests.stack.cluster.conftest import ray_nodes
+from tests.stack.loop.conftest import SMALL
 from tests.stack.pipeline.test_pipeline_run import numbers, train
 from tests.stack.pipeline.test_teachers_run import scale_logits
 
@@ -67,3 +72,42 @@ def test_a_teacher_on_its_own_node_teaches_what_one_beside_the_policy_does(
     assert ranks == ["policy-rank-0.trace.json", *(f"teacher-rank-{index}.trace.json" for index in range(len(models)))]
     # The policy's process holds no teacher.
     assert '"teacher"' not in (actors / ranks[0]).read_text() and '"teacher"' in (actors / ranks[1]).read_text()
+
+
+KL = [
+    *SHORT[:-1],
+    *(f"grpo.{step}" for step in STEPS),
+    "grpo.max_num_steps=3",
+    "loss_fn.reference_policy_kl_penalty=0.5",
+]
+SAVED = ["checkpointing.save_period=1", "checkpointing.keep_top_k=null", "checkpointing.metric_name=null"]
+
+
+def test_a_reference_on_its_own_node_is_the_one_that_policy_ranks_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its rank is killed after step 1, and the resumed run ends as one whose policy rank keeps the reference."""
+    prepare_tiny(TINY, seed=0)
+    train(tmp_path / "kept", *KL, *SAVED)
+    apart = [*KL, *SAVED, "reference.num_nodes=1", "cluster.num_nodes=2"]
+    folder = tmp_path / "apart"
+    with ray_nodes(tmp_path, monkeypatch, 1, 1):
+        inputs = [*tiny_inputs(), f"checkpointing.checkpoint_dir={folder}", *SMALL]
+        with Attempt(folder, [*inputs, *apart], tmp_path / "killed.log") as killed:
+            killed.wait_until((folder / "step_1").exists, "a checkpoint")
+            os.kill(killed.actor_pid("reference-rank-0"), signal.SIGKILL)
+            assert killed.finish() not in (0, 2)
+            assert re.search(r"reference rank 0 died during \w+", killed.text()), killed.text()[-2000:]
+        said = train(folder, *apart)
+    assert "Resuming from" in said
+    ended, expected = rows(folder), rows(tmp_path / "kept")
+    # A pass that the policy's ranks no longer make.
+    assert [row.pop("train/num_logprob_passes") for row in (*expected, *ended)] == [2.0] * 3 + [1.0] * 3
+    differences = [
+        {name for name in mine | row if mine.get(name) != row.get(name)}
+        for mine, row in zip(ended, expected, strict=True)
+    ]
+    assert differences == [set()] * 3
+    assert [row["train/kl"] > 0 for row in ended] == [False, True, True]
+    assert re.search(r"^1 +\S+ +- +- +reference 0$", said, re.MULTILINE), said
+    *_, actors = sorted(folder.glob("logs/exp_*/actors"))
+    policy, reference = ((actors / f"{kind}-rank-0.trace.json").read_text() for kind in ("policy", "reference"))
+    assert '"compute_reference_logprobs"' in reference and '"compute_reference_logprobs"' not in policy

@@ -120,6 +120,29 @@ def test_a_teacher_with_nodes_of_its_own_takes_none_of_the_policys(folders: dict
     assert "weights of the teacher" not in host and host.keys() == host_alone.keys()
 
 
+def test_a_reference_with_nodes_of_its_own_leaves_the_policys_hosts(folders: dict[str, str]):
+    kept = load_config("grpo_nanov3.yaml", [folders["nano"], "loss_fn.reference_policy_kl_penalty=0.01"])
+    words = ["reference.num_nodes=2", f"cluster.num_nodes={kept.cluster.num_nodes + 2}"]
+    sizes = ["tensor_model_parallel_size=1", "sequence_parallel=false", "context_parallel_size=1"]
+    sizes = [f"reference.megatron_cfg.{size}" for size in (*sizes, "pipeline_model_parallel_size=2")]
+    given = [folders["nano"], "loss_fn.reference_policy_kl_penalty=0.01", *words, *sizes]
+    config = load_config("grpo_nanov3.yaml", given)
+    assert config.num_policy_ranks == kept.num_policy_ranks and config.num_ranks_of("reference") == 16
+    model, plain = read_model(config), read_model(kept)
+    host, before = (host_memory(*pair, stage_states(*pair, 0)) for pair in ((config, model), (kept, plain)))
+    held = before.pop("weights of the reference")
+    assert held == 8 * stage_states(kept, plain, 0).weights and host == before
+    # Two stages of bfloat16 weights; experts on as many ranks as the policy's are.
+    layout = config.model("reference").megatron_cfg.parallel
+    stages = [PlanModel(hf_config("nano")).elements.stage(layout, stage) for stage in range(2)]
+    parts = memory_apart(config, model)["reference"]
+    most = max(2 * (stage.dense + stage.experts) for stage in stages)
+    assert most <= parts["weights"] < 1.01 * most and "gradients" not in parts
+    assert any(
+        line.startswith("The reference, on 16 GPUs of its own, GiB: ") for line in describe(make_plan(config, H100))
+    )
+
+
 def test_a_judge_is_counted_on_nodes_of_its_own(folders: dict[str, str]):
     name = folders["qwen"].partition("=")[2]
     judge = [f"judges.fair.model_name={name}", "judges.fair.num_nodes=4", "judges.fair.tensor_parallel_size=4"]
