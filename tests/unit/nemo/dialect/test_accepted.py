@@ -228,3 +228,23 @@ def test_multiple_choice_is_an_environment_of_its_own(load: Callable[..., tuple[
     assert (named.default.env_name, named.train.env_name) == ("code", "mcqa")
     with pytest.raises(ConfigError, match="no such verifier; use one of math, english_multichoice"):
         load("env.math.verifier_type=oracle")
+
+
+def test_keys_of_nemotron_s_recipes_of_super_3_mean_what_their_branch_reads(
+    load: Callable[..., tuple[RunConfig, Migration]],
+):
+    """Branch super-v3 of NeMo RL: nemo_rl/experience/rollouts.py, vllm_worker_async.py and environments/nemo_gym.py."""
+    config, _ = load(
+        "++run.env.container=image",
+        "++effort_levels.low_weight=0.2",
+        "++effort_levels.low_string=low",
+        f"++{CHAT}.reasoning_parser_plugin=nemo_rl/utils/nano_v3_reasoning_parser.py",
+        "++env.nemo_gym.rollout_max_attempts_to_avoid_lp_nan=1",
+        f"++{ENGINE}.fp8_cfg.is_mx=false",
+    )
+    effort, vllm = config.env.nemo_gym.effort_levels, config.policy.generation.vllm_cfg
+    assert (effort.low_weight, effort.low_string, vllm.reasoning_parser_plugin) == (0.2, "low", None)
+    with pytest.raises(ConfigError, match="a rollout is sampled once, whatever its logprobs; set it to 1"):
+        load("++env.nemo_gym.rollout_max_attempts_to_avoid_lp_nan=3")
+    with pytest.raises(ConfigError, match="NeMo RL does not read it here; set policy.generation.vllm_cfg.is_mx"):
+        load(f"++{ENGINE}.fp8_cfg.is_mx=true")
