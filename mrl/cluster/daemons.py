@@ -190,7 +190,7 @@ def obstacles_of(config: RunConfig) -> list[str]:
     """The obstacles to a run of this host alone, one line each; the nodes of a cluster have started Ray already."""
     if config.cluster.num_nodes > 1:
         return []
-    store_bytes, on_gpus = OBJECT_STORE_BYTES + config.teacher_bytes, config.cluster.gpus_per_node > 0
+    store_bytes, on_gpus = OBJECT_STORE_BYTES + config.frozen_output_bytes, config.cluster.gpus_per_node > 0
     return [
         str(found)
         for found in find_obstacles(

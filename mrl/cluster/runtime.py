@@ -162,7 +162,7 @@ def start_ray(config: RunConfig, folder: Path) -> None:
                 num_cpus=config.num_slots + 2,
                 num_gpus=config.cluster.gpus_per_node,
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES + config.teacher_bytes,
+                object_store_memory=OBJECT_STORE_BYTES + config.frozen_output_bytes,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder / RAY_FOLDER),

@@ -453,4 +453,4 @@ def rollout_bytes(config: RunConfig) -> float:
     tokens = (
         config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
     )
-    return float(math.ceil(tokens) * 16 + config.teacher_bytes)
+    return float(math.ceil(tokens) * 16 + config.frozen_output_bytes)

@@ -270,12 +270,13 @@ class RunConfig:
         return None if teacher is None else f"teacher:{teacher}"
 
     @property
-    def teacher_bytes(self) -> int:
-        """Returns bytes of teacher outputs for a step's longest rollouts: a float32 number and an int32 token each."""
-        if not self.teachers:
-            return 0
+    def frozen_output_bytes(self) -> int:
+        """Returns bytes that ranks of their own say of a step's longest rollouts: a float32 number a token of the
+        reference, and with an int32 token each of teachers.
+        """
         tokens = self.rollouts.num_rollouts_per_step * self.policy.max_total_sequence_length
-        return 8 * tokens * max(1, self.num_taught_logits)
+        of_teachers = 8 * max(1, self.num_taught_logits) if self.teachers else 0
+        return tokens * (of_teachers + 4 * self.has_reference_apart)
 
     @property
     def rollouts(self) -> GrpoConfig:

@@ -14,6 +14,7 @@ from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.memory import (
     ENGINE_CONTEXT,
+    ROLLOUTS,
     cache_bytes,
     disk_bytes,
     engine_memory,
@@ -131,6 +132,8 @@ def test_a_reference_with_nodes_of_its_own_leaves_the_policys_hosts(folders: dic
     model, plain = read_model(config), read_model(kept)
     host, before = (host_memory(*pair, stage_states(*pair, 0)) for pair in ((config, model), (kept, plain)))
     held = before.pop("weights of the reference")
+    tokens = config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length
+    assert host.pop(ROLLOUTS) - before.pop(ROLLOUTS) == 4 * tokens
     assert held == 8 * stage_states(kept, plain, 0).weights and host == before
     # Two stages of bfloat16 weights; experts on as many ranks as the policy's are.
     layout = config.model("reference").megatron_cfg.parallel
