@@ -106,7 +106,7 @@ def test_a_reference_on_its_own_node_is_the_one_that_policy_ranks_keep(tmp_path:
         for mine, row in zip(ended, expected, strict=True)
     ]
     assert differences == [set()] * 3
-    assert [row["train/kl"] > 0 for row in ended] == [False, True, True]
+    assert ended[-1]["train/kl_penalty"] > 0
     assert re.search(r"^1 +\S+ +- +- +reference 0$", said, re.MULTILINE), said
     *_, actors = sorted(folder.glob("logs/exp_*/actors"))
     policy, reference = ((actors / f"{kind}-rank-0.trace.json").read_text() for kind in ("policy", "reference"))

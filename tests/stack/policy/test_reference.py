@@ -23,7 +23,7 @@ ONE = {key: 1 for key in ("tensor_model_parallel_size", "expert_model_parallel_s
 @pytest.fixture(scope="module")
 def kept(ranks: RankPool, folder: Path) -> Compared:
     found, *_ = ranks.run(reference_ranks.step, run_config(folder, LAYOUT, KL), world_size=world_size(LAYOUT))
-    assert found.keeps_reference and found.metrics["train/kl"] > 0
+    assert found.keeps_reference and found.metrics["train/kl_penalty"] > 0
     return found
 
 
@@ -42,4 +42,4 @@ def test_its_logprobs_are_those_of_the_one_that_the_policy_keeps(
     else:
         for index, part in found.logprobs[0].items():
             np.testing.assert_allclose(part, kept.logprobs[0][index], atol=2e-5)
-        assert found.metrics["train/kl"] == pytest.approx(kept.metrics["train/kl"], rel=1e-4)
+        assert found.metrics["train/kl_penalty"] == pytest.approx(kept.metrics["train/kl_penalty"], rel=1e-4)
