@@ -30,6 +30,21 @@ _WORDS = (
 )
 """Words before a token, besides gitleaks' names of services: `wandb: key 0123...`."""
 
+_FURTHER = re.compile(
+    r"\b(?:(?:gh[ur]_|AKLT|AKID|ATBB)\w{30,}|cio[A-Za-z\d]{32}\b|(?=(?:[a-z]*[2-7]){4})[a-z2-7]{52}\b|csk-\w{40,}|"
+    r"GOCSPX-[\w-]{20,}|1//0[\w-]{30,}|amzn\.mws\.[\da-f-]{36}|napi_\w{40,}|tk_[a-z\d]{29}\b|NRAK-[A-Z\d]{20,}|"
+    r"sntry[su]_\S{40,}|sbp_[\da-f]{40}|bce-v3/\S{40,}|lsv2_[ps][tk]_\w{30,}|pat\w{14}\.[\da-f]{64}|"
+    r"eyJhcGlf[\w-]{30,}=*|secret_[\w-]{1,40}_[\da-f]{32}|[\da-f]{32}\.[A-Za-z\d]{16}\b|"
+    r"[A-Za-z\d]{44}Az(?:Fu|Se|Ca)[\w+/]{6,}=*|[A-Za-z\d+/]{86}==|"
+    r"[A-Za-z\d+/]{38,44}\+(?:ACR|ASt|AEh|AIoT|ARm|AMC)[\w+/=]{6,})|"
+    # Salted hashes of passwords, which can be tried at home.
+    r"\$(?:2[aby]\$\d\d\$[./\w]{53}|(?:apr1|[156y]|argon2\w{1,2})\$[^\s:]{20,})|"
+    r"(?<=-----BEGIN PGP PRIVATE KEY BLOCK-----)[^-]{1,99999}(?<!\n)|"
+    r"(?<=Private-Lines: )\d+(?:\s[\w+/=]{1,99}){1,99}(?=\s)|"
+    r"(?<=/bot/v2/hook/)[\w-]{8,}|(?<=\.anaconda\.org/t/)[^/\s]{8,}|(?<=netrc file: )[\da-f]{40}|(?<=\bbindpw )\S+"
+)
+"""Tokens of which gitleaks has no rule, or one that asks for the service's name beside them."""
+
 _UUID = re.compile(r"[\da-f]{8}(?:-[\da-f]{4}){3}-[\da-f]{12}", re.IGNORECASE)
 _MIN_SIGNS, _MIN_DIGITS, _MIN_BITS = 14, 3, 3.0
 """Least letters and digits of a token behind a name (behind a word, in a row), digits among them, bits of a sign."""
@@ -45,6 +60,7 @@ class _Rules(NamedTuple):
 
 def without_tokens(text: str, instead: str) -> str:
     """`text` with `instead` in place of each token of a service."""
+    text = _FURTHER.sub(instead, text)
     rules, lowered = _rules(), text.lower()
     for keyword, patterns in rules.tokens.items():
         if keyword in lowered:
