@@ -201,7 +201,9 @@ class CheckpointSaver:
                 return
             before = self._saved_step
             stays = f"the one before it stays: step_{before}" if before else "there is none before it"
-            reason = "; ".join(filter(None, [str(error), way_out(error, self._folder.path), stays]))
+            # write(2) on a full disk names no file.
+            place = f": {self._folder.path}" if error.errno is not None and error.filename is None else ""
+            reason = "; ".join(filter(None, [f"{error}{place}", way_out(error, self._folder.path), stays]))
             text = f"the checkpoint of step {step} cannot be written: {reason}"
             logger.error("%s", text)
             self._folder.checkpoints.remove_unfinished()

@@ -147,6 +147,29 @@ def test_a_last_save_that_fails_says_why_first_and_last(
         assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
 
 
+def test_a_full_disk_whose_error_names_no_file_is_named_by_the_run_folder(
+    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def attempt(now: Attempt) -> bool:
+        state = now.saver.load(now.newest, last_step=9)
+        monkeypatch.setattr(now.folder.ledger, "copy_to", full)  # as a write does
+        now.saver.save_last(now.train(state.step + 1))
+        return True
+
+    assert ends(one_step) == 0
+    for _ in range(2):
+        caplog.clear()
+        assert ends(attempt) == 1
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        reason = f"the checkpoint of step 2 cannot be written: [Errno 28] No space left on device: {tmp_path / 'run'}; "
+        assert said[0].startswith(reason) and reason in said[-1]
+    for step in (2, 3):
+        assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
+
+
 def test_every_loop_ends_with_what_was_masked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(entry, "outlook", lambda *_, **__: "")
     monkeypatch.setattr(entry, "watch_hosts", lambda *_: nullcontext())
