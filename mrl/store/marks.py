@@ -48,6 +48,7 @@ _OVERWRITTEN = (
     "ledger.jsonl",
     "metrics.jsonl",
     "samples.jsonl",
+    "loggers.json",
     "report.html",
     "refit.json",
 )

@@ -114,7 +114,7 @@ OTHERS = {
     "step_7": holding("step_7/COMPLETE"),
     **{
         name: holding(name)
-        for name in ("config.yaml", "metrics.jsonl", "ledger.jsonl", "run.json", "owner.json", "identity.json")
+        for name in ("config.yaml", "metrics.jsonl", "ledger.jsonl", "run.json", "owner.json", "loggers.json")
     },
 }
 
