@@ -151,7 +151,7 @@ _SWITCHED = re.compile(
 )
 
 _ASSIGNMENT = re.compile(
-    r"(?<![\w$./?&#-])(?P<name>[A-Z][A-Z\d]*(?:_[A-Z\d]+)+|PG[A-Z]+)="
+    r"(?<![\w$./?&#-])(?P<name>[A-Z][A-Z\d]*(?:_[A-Z\d]+)+|PG[A-Z]+|[A-Z]+PASS|(?<=export )\w+|(?<=\s-e )\w+)="
     r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"&;,)}\]\x60]+)"
 )
 """An environment variable in a text, which is shown by the rule of `env_vars`."""

@@ -175,6 +175,8 @@ def test_texts_without_secrets_stay(text: str):
         # Variables and parameters whose names are on no list of harmless ones.
         "MY_THING=canary NCCL_DEBUG=INFO",
         "export FOO_BAR='canary b'",
+        "SSHPASS=canary ssh host; export TAVILY=canary",
+        "docker run -e Thing=canary image",
         "http://x/?k=canary",
         "http://x/?page=2&k=canary#x=canary",
         "https://api.telegram.org/bot123456789:AAcanary/getMe",
