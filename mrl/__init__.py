@@ -29,6 +29,7 @@ def put_last(paths: list[str], argv0: str) -> list[str]:
 # Before the first library that Python has not imported itself.
 sys.path[:] = put_last(sys.path, sys.argv[0] if sys.argv else "")
 
+import pwd  # noqa: E402
 import stat  # noqa: E402
 import time  # noqa: E402
 from contextlib import suppress  # noqa: E402
@@ -130,3 +131,25 @@ if sys.argv[:1] == ["-m"]:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         refuse(f"{sys.executable} is Python {version}, and mrl needs 3.11, 3.12 or 3.13; {_way_out()}")
     sys.excepthook = name_python
+
+
+def barred(error: Exception) -> str:
+    """A sentence for a PermissionError of a file: which folder or file bars this user, and whose it is; else ""."""
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str | os.PathLike):
+        return ""
+    path = Path(os.fsdecode(error.filename)).absolute()
+    bars = next((above for above in reversed(path.parents) if not os.access(above, os.X_OK)), path)
+    try:
+        found = bars.stat()
+    except OSError:
+        whose = ""
+    else:
+        whose = f" (of user {_user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):o})"
+    return f"{bars}{whose}: you may not use it; name another, or ask its owner, who can change that by chmod"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

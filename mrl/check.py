@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,13 @@ NEVER_SEEN = (
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
 )
 WIDTH = 14
+HYDRAS = {
+    **dict.fromkeys(("-m", "--multirun"), "start one run for each value"),
+    **dict.fromkeys(("-cn", "--config-name"), "write --config FILE.yaml"),
+    **dict.fromkeys(("-cp", "--config-path", "-cd", "--config-dir"), "write the folder into --config FOLDER/FILE.yaml"),
+}
+"""Option -> what is typed here instead."""
+NEMO_RL_SCRIPT = re.compile(r"(?:^|/)run_\w+\.py$")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -100,6 +108,11 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)",
     )
     parser.add_argument(JSON, action="store_true", help=f"with {OPTION}: print problems as JSON, all else to stderr")
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if (way_out := HYDRAS.get(word.partition("=")[0])) is not None:
+            parser.error(f"{word}: an option of Hydra's; {way_out}")
+        if NEMO_RL_SCRIPT.search(word):
+            parser.error(f"{word}: a script of NeMo RL, in whose place this command is; leave it out")
     options = parser.parse_intermixed_args(arguments)
     for name, given in ((STRICT, options.strict), (GPU, options.gpu), (JSON, options.json)):
         if given and not options.check:
@@ -238,10 +251,13 @@ def examine_config(
 
 
 def _known(step: Callable[[], Found], default: Found) -> Found:
-    """The findings of a step, or `default` if it reads a value that is not known: that has a problem already."""
+    """The findings of a step, or `default` if it reads a value that is not known, or a run folder of somebody else.
+
+    Either has a problem already.
+    """
     try:
         return step()
-    except NotKnown:
+    except (NotKnown, PermissionError):
         return default
 
 

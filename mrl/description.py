@@ -192,7 +192,8 @@ def _tokens(config: RunConfig) -> str:
 
 def _steps(config: RunConfig) -> str:
     training = config.training
-    limits = f"at most {training.max_num_steps:,} (-1 = all), and {counted(training.max_num_epochs, 'epoch')}"
+    most = "all" if training.max_num_steps == -1 else f"at most {training.max_num_steps:,}"
+    limits = f"{most}, and {counted(training.max_num_epochs, 'epoch')}"
     num_steps = None
     with suppress(NotKnown, ValueError):  # of which the report has a line of its own
         num_steps = count_steps(config, most_rows=COUNTED_ROWS)
@@ -214,6 +215,8 @@ def _start(config: RunConfig) -> str:
     section, num_steps = config.checkpointing, config.training.max_num_steps
     step = newest_step(Path(section.checkpoint_dir))
     of = f" of {num_steps}" if num_steps > 0 else ""
+    if step and 0 < num_steps <= step:
+        return f"{section.checkpoint_dir}: has {step}{of} steps, and a start makes no more"
     return f"{section.checkpoint_dir}: {f'resumes at step {step}{of}' if step else 'starts at step 0'}"
 
 

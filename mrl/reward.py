@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl import barred
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.own import REWARD, find_fitting, refuse_clash
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, num_rows, idle = _rows(config)
         named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:
-        parser.exit(2, f"mrl.reward: {error}\n")
+        parser.exit(2, f"mrl.reward: {barred(error) or error}\n")
     verdicts = asyncio.run(_judge(named, config))
     sys.stdout.flush()
     print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))

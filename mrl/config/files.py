@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -58,6 +59,9 @@ class Setting:
     """The value with its numbers and truth values as the texts that are written; None where nobody wrote it."""
 
 
+SELF = "_self_"
+"""The config itself among its `defaults`."""
+
 Settings = dict[Key, Setting]
 """Settings by leaf key; no key is the start of another."""
 
@@ -74,10 +78,11 @@ def packaged_configs() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def find_config(name: str | Path) -> Path:
+def find_config(name: str | Path, asked_by: Path | None = None) -> Path:
     """The config file that `name` stands for: a path as given or in the working directory, else a packaged config.
 
-    Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so.
+    Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so. `asked_by` is the
+    file whose `defaults` name it.
     """
     for path in (Path(name), packaged_configs() / name):
         if os.path.isfile(path):
@@ -86,14 +91,16 @@ def find_config(name: str | Path) -> Path:
     if Path(name).parent.as_posix().endswith(_NEMO_RL_FOLDERS) and os.path.isfile(packaged_config):
         logger.info("Config: %s is not here; taking %s, which comes with mrl", name, packaged_config)
         return packaged_config.absolute()
-    packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
+    packaged = sorted(path.name for path in packaged_configs().glob("*.yaml"))
+    folder = (asked_by or Path(name)).parent
+    there = [str(path) if asked_by is None else path.name for path in sorted(folder.glob("*.yaml"))]
+    near = get_close_matches(str(name), [*there, *packaged], n=1)
+    asked = f"{asked_by}: defaults: " if asked_by is not None else ""
     raise ConfigError(
         [
             told(
-                (
-                    f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are "
-                    f"{packaged}"
-                ),
+                f"{asked}config {name}: no such file in {folder.absolute()}, and no packaged config of that name; "
+                f"packaged are {', '.join(packaged) or 'none'}" + (f"; the nearest is {near[0]}" if near else ""),
                 "file",
             )
         ]
@@ -123,10 +130,18 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
                 )
     own = rename(own)
     settings: Settings = {}
-    for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
+    bases = [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]
+    if bases[-1:] == [SELF]:  # as Hydra's files say that their own keys win
+        bases = bases[:-1]
+    if SELF in bases:
+        raise ConfigError(
+            [told(f"{path}: defaults: {SELF} comes last, as a file's own keys always win; move it", "file")]
+        )
+    for base in bases:
         beside = path.parent / str(base)
         overlay(
-            settings, read_settings(beside if os.path.isfile(beside) else find_config(str(base)), (*inherited_by, path))
+            settings,
+            read_settings(beside if os.path.isfile(beside) else find_config(str(base), path), (*inherited_by, path)),
         )
     overlay(settings, own)
     return settings
@@ -193,7 +208,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, obje
             OmegaConf.to_container(OmegaConf.create(loaded), resolve=False) if isinstance(loaded, dict) else loaded
         )
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        text = f"{path}: not readable as a config ({one_line(error)}); correct or replace the file"
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else path
+        reason = getattr(error, "problem", None) or one_line(error)
+        text = f"{place}: not readable as a config ({reason}); correct or replace the file"
         raise ConfigError([told(text, "file")]) from error
     if not isinstance(content, dict):
         text = (

@@ -112,7 +112,7 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
         return cached
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    logger.info("Downloading %s from the Hugging Face Hub", model)
+    logger.info("Downloading %s%s from the Hugging Face Hub", "" if with_weights else "config and tokenizer of ", model)
     reason = "the Hub has no config.json of it, or not all of its safetensors files"
     try:
         if (found := _snapshot(model, with_weights, local_files_only=False)) is not None:

@@ -14,16 +14,15 @@ import logging
 import os
 import re
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
 import mrl
@@ -31,6 +30,7 @@ from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.passwords import without_passwords
+from mrl.config.streams import safe_console, write_no_more
 from mrl.config.texts import safe_text, spelled
 from mrl.config.tokens import without_tokens
 
@@ -48,14 +48,11 @@ STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 
 JOB = "job"
-"""The logger of files of jobs, which are printed as they are submitted."""
+"""The logger of files of jobs: standard output gets them as they are submitted, wherever all else goes."""
 
 OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
 _FORMAT_WARNING = warnings.formatwarning
 _FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
-_BAR = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-_UP = re.compile(r"(?:\x1b\[A)+")
-BAR_INTERVAL_S = 15.0
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -317,17 +314,18 @@ class SecretsFormatter(logging.Formatter):
         return "\n".join(prefix + line for line in text.strip("\n").split("\n"))
 
 
-def _write_no_more(stream: TextIO) -> None:
-    """Drops what is written into a stream from here on: its reader has enough, as `head` after its lines."""
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), stream.fileno())
-
-
 class _Handler(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        stream, self.stream = self.stream, sys.stdout if record.name == JOB else self.stream
+        try:
+            super().emit(record)
+        finally:
+            self.stream = stream
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignores a closed reader, such as `head` after its lines."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
-            _write_no_more(self.stream)
+            write_no_more(self.stream)
         else:
             super().handleError(record)
 
@@ -357,92 +355,11 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     return secrets
 
 
-class SafeConsole:
-    """An output stream without terminal controls, for all writers: argparse, print, loggers, libraries.
-
-    A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line. A log
-    gets one line of a bar, its last, and of a slow one a line each `BAR_INTERVAL_S`.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._drawn, self._is_bar, self._due = "", False, 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes a text with harmless characters in place of those that control a terminal; returns its length."""
-        match = _BAR.match(text) if self._stream.isatty() else None
-        kept = match[0] if match else ""
-        shown = text[len(kept) :] if self._stream.isatty() else self._without_redraws(text)
-        if kept or shown:
-            try:
-                self._stream.write(kept + spelled(safe_text(shown, len(text) + len(shown))))
-            except BrokenPipeError:
-                _write_no_more(self._stream)
-        return len(text)
-
-    def flush(self) -> None:
-        """Writes what waits in the stream."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            _write_no_more(self._stream)
-
-    def _without_redraws(self, text: str) -> str:
-        """`text` as a log gets it: a bar's newest drawing waits until another text follows, or is due."""
-        if not text:
-            return ""
-        if _UP.fullmatch(text):  # back from a bar below, whose last drawing is no news
-            self._drawn = ""
-            return ""
-        if self._is_bar and not text.strip("\n"):  # its end, or a move to a bar below
-            return self.take_drawn()
-        now = time.monotonic()
-        if text.startswith("\r") and not text.startswith("\r\n"):
-            if not self._is_bar:
-                self._is_bar, self._due = True, now + BAR_INTERVAL_S
-            self._drawn = text.rpartition("\r")[2].rstrip()
-            if now < self._due and not text.endswith("\n"):  # no later drawing replaces a whole line
-                return ""
-            self._due = now + BAR_INTERVAL_S
-            return self.take_drawn()
-        self._is_bar = False
-        return self.take_drawn() + text
-
-    def take_drawn(self) -> str:
-        """The line of a bar that waits, if any, which is written then."""
-        drawn, self._drawn = self._drawn, ""
-        return drawn and f"{drawn}\n"
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-
-@contextmanager
-def safe_console() -> Iterator[None]:
-    """Makes both output streams of this process safe inside the `with` block."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, SafeConsole(stream)) for stream in streams)
-    try:
-        yield
-    finally:
-        for console, stream in zip((sys.stdout, sys.stderr), streams, strict=True):
-            if isinstance(console, SafeConsole) and (drawn := console.take_drawn()):
-                with suppress(OSError, ValueError):  # a full disk, or closed
-                    stream.write(spelled(safe_text(drawn)))
-            with suppress(OSError, ValueError):
-                console.flush()
-        sys.stdout, sys.stderr = streams
-
-
 def run_entry(main: Callable[[], int]) -> int:
     """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1.
 
-    A package that is missing in this Python gives 2, and the command that installs it. Whatever is printed meanwhile,
-    no text controls a terminal.
+    A package that is missing in this Python gives 2, and the command that installs it; so does a file of somebody else.
+    Whatever is printed meanwhile, no text controls a terminal.
     """
     with safe_console():
         return _run(main)
@@ -452,8 +369,8 @@ def _run(main: Callable[[], int]) -> int:
     try:
         return main()
     except Exception as error:
-        if text := mrl.lacking(error):
-            sys.stderr.write(text + "\n")
+        if text := mrl.lacking(error) or mrl.barred(error):
+            sys.stderr.write(_formatted(text) + "\n")
             return 2
         reason = f"The attempt ended: {reason_of(error)}"
         for text in (reason, "".join(traceback.format_exception(error)), reason):

@@ -232,7 +232,10 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
-    """Describes, to end a message, the other kind of row that these keys suggest; "" if none."""
+    """Describes, to end a message, the other kind of row that these keys suggest; "" if none.
+
+    A file may be read as rows of a known data set, whose name a config inherits.
+    """
     is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool(
         {"overall_preference", "completions"} & fields.keys()
     )
@@ -242,6 +245,8 @@ def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, rea
         return "; it looks like a row of NeMo Gym, which algorithm=grpo reads"
     if reads_pairs and not is_pair and {dataset.chat_key, "completion", *answer_keys(dataset)} & fields.keys():
         return "; it looks like a conversation with one reply, which algorithm=sft reads"
+    if dataset.dataset_name is not None and dataset.data_path is not None:
+        return f" (read as a row of {dataset.dataset_name}); data.default.dataset_name=null reads rows by their keys"
     return ""
 
 
@@ -378,7 +383,7 @@ def _verl(fields: Fields, dataset: DatasetConfig) -> Shown:
 
 
 def _squad(fields: Fields, dataset: DatasetConfig) -> Shown:
-    answers = fields.get("answers")
+    answers = fields[first_key(fields, ("answers",))]
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(texts, list) or not texts:
         raise RowError("answers.text must be a list of answers, not empty")

@@ -131,6 +131,11 @@ def compare_limits(config: RunConfig, time_limit: str) -> list[str]:
         ValueError: Slurm would end the attempt before `checkpointing.checkpoint_must_save_by`.
     """
     limit_s, save_by_s = slurm.in_seconds(time_limit), config.checkpointing.must_save_by_s
+    if limit_s is not None and limit_s <= slurm.SIGNAL_S:
+        raise ValueError(
+            f"--time {time_limit}: {limit_s / 60:g} minutes, and Slurm asks the run to end {slurm.SIGNAL_S / 60:g} "
+            "minutes before; give more, as HOURS:MINUTES:SECONDS"
+        )
     if limit_s is None or save_by_s is None:
         return []
     key = f"checkpointing.checkpoint_must_save_by={config.checkpointing.checkpoint_must_save_by}"
@@ -428,7 +433,7 @@ def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Na
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 if the input is at fault; 1 if the cluster is at fault."""
     options = parse_arguments(arguments)
-    start_logging()
+    start_logging(stream=sys.stderr)  # standard output is the job, which a pipe may take
     try:
         check_text(options)
         options.run(options)

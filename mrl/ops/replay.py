@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mrl import barred
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.overrides import quoted
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rows = {int(row["step"] or 0): row for row in rows_of(run)}
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(barred(error) or str(error))
     finite = {number for number, row in rows.items() if not row.get("train/num_skipped_updates")}
     if step < 1 or (step not in rows and not records_of(run, range(step, step + 1), finite)[0].exists()):
         parser.error(

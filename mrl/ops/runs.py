@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from conversion.files.reading import parse_json, read_file
+from mrl import barred
 from mrl.config.texts import aligned, step_span
 from mrl.exit_codes import CODES
 from mrl.metrics import METRICS as SHOWN
@@ -57,14 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: results",
     )
     folders = parser.parse_args(words).folders or [RESULTS_FOLDER]
+    # A run's name does, too, as the list has it.
+    folders = [
+        folder if folder.exists() or not _is_run(RESULTS_FOLDER / folder) else RESULTS_FOLDER / folder
+        for folder in folders
+    ]
     found = [folder for given in folders for folder in runs_in(given)]
     if command != "list" and found != folders:
         lacking = [folder for folder in folders if folder not in found]
-        near = [str(RESULTS_FOLDER / folder) for folder in lacking if _is_run(RESULTS_FOLDER / folder)]
-        parser.error(
-            f"no run in {', '.join(map(str, lacking))}: it has no config.yaml and metrics"
-            + (f"; there is {', '.join(near)}" if near else "")
+        absent = [folder for folder in lacking if not folder.exists()]
+        what = (
+            f"no folder {', '.join(map(str, absent))}"
+            if absent
+            else f"no run in {', '.join(map(str, lacking))}: no config.yaml and metrics"
         )
+        there = ", ".join(run.name for run in runs_in(RESULTS_FOLDER))
+        parser.error(f"{what}; runs in {RESULTS_FOLDER}: {there or 'none'}")
     if not found:
         parser.error(
             f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or "
@@ -73,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(barred(error) or str(error))
     print("\n".join(lines))
     return 0
 
@@ -82,10 +92,16 @@ def runs_in(folder: Path) -> list[Path]:
     """The folder, if it is a run's; else the runs directly in it, the one that changed last at the end."""
     if _is_run(folder):
         return [folder]
-    return sorted(filter(_is_run, folder.glob("*")), key=lambda path: (path / "config.yaml").stat().st_mtime)
+    return sorted(filter(_is_run, folder.glob("*")), key=_started)
+
+
+def _started(run: Path) -> float:
+    return (run / "config.yaml" if os.access(run, os.X_OK) else run).stat().st_mtime
 
 
 def _is_run(folder: Path) -> bool:
+    if folder.is_dir() and not os.access(folder, os.X_OK):
+        return True  # perhaps: it is somebody else's
     return (folder / "config.yaml").is_file() and ((folder / METRICS).is_file() or (folder / "logs").is_dir())
 
 
@@ -96,7 +112,7 @@ def listing(folders: Sequence[Path]) -> list[str]:
         try:
             config, rows = read_config(folder / "config.yaml"), rows_of(folder)
         except (OSError, ValueError) as error:
-            unreadable.append(f"{folder} cannot be read: {error}")
+            unreadable.append(f"{folder} cannot be read: {barred(error) or error}")
             continue
         facts = dict(progress_lines(rows, config, folder, owner_state(folder)))
         name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)

@@ -205,6 +205,8 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
     `run` is that of `find_run`, `saved` the saves in the ledger. `is_damaged` tells whether a checkpoint differs from
     its manifest.
     """
+    if STEP_FOLDER.fullmatch(folder.name) and find_mark(folder) is not None:
+        return f"checkpointing.checkpoint_dir={folder} is a checkpoint; name its run folder: {folder.parent}"
     names, said, runs = list[str](), list[str](), {run} - {""}
     for path, mark in _checkpoints(folder):
         match = STEP_FOLDER.fullmatch(path.name)
@@ -235,9 +237,10 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
     if len(runs) > 1 and not run:
         said.append("its checkpoints are of several runs, and nothing says whose this folder is")
     if not is_run_folder(folder):
-        names += [
-            path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path)
-        ]
+        others = [path for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path)]
+        names += [path.name for path in others if not is_run_folder(path)]
+        if runs_below := [path.name for path in others if is_run_folder(path)]:
+            said.append(f"it holds the folders of runs, {listed(sorted(runs_below))}")
     if names:
         said.insert(0, f"mrl did not write {listed(sorted(set(names)))}")
     if not said:

@@ -131,7 +131,10 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
             (run / f"step_{step}/COMPLETE").write_text("0" * 64)
     (run / "config.yaml").write_text(resolved_yaml(with_cached_folders(load_config("grpo_tiny.yaml"))))
     output = said("grpo_tiny.yaml")[1]
-    assert "run folder    results/grpo_tiny: resumes at step 160 of 160\n" in output and "Changed" not in output
+    assert (
+        "run folder    results/grpo_tiny: has 160 of 160 steps, and a start makes no more\n" in output
+        and "Changed" not in output
+    )
     output = said("grpo_tiny.yaml", "grpo.max_num_steps=200")[1]
     assert "resumes at step 160 of 200\n" in output
     assert lines_of(output, "Changed since the last attempt: 1") == ["grpo.max_num_steps=160 -> 200 (command line)"]
@@ -337,6 +340,44 @@ def test_the_report_says_what_became_of_each_key(said):
 
 def test_a_file_that_is_not_there_is_one_message(said):
     assert said("nope.yaml")[0] == 2
+
+
+def test_yaml_is_refused_by_line_and_column(said, tmp_path: Path):
+    (tmp_path / "bad.yaml").write_text("grpo:\n  seed: 1\n num_steps: 2\n")
+    code, output = said("bad.yaml")
+    assert code == 2 and f"{tmp_path / 'bad.yaml'}:3:2: not readable as a config (" in output
+
+
+def test_a_misspelt_file_has_a_nearest_one(said, tmp_path: Path):
+    assert "; the nearest is grpo_tiny.yaml" in said("grpo_tinny.yaml")[1]
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny]\n")
+    output = said("mine.yaml")[1]
+    assert f"{tmp_path / 'mine.yaml'}: defaults: config grpo_tiny: no such file" in output
+    assert "the nearest is grpo_tiny.yaml" in output
+
+
+def test_hydras_word_for_the_file_itself_may_come_last(said, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny.yaml, _self_]\ngrpo:\n  max_num_steps: 3\n")
+    assert "at most 3, and" in said("mine.yaml")[1]
+    (tmp_path / "mine.yaml").write_text("defaults: [_self_, grpo_tiny.yaml]\n")
+    code, output = said("mine.yaml")
+    assert code == 2 and "_self_ comes last, as a file's own keys always win" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        (["grpo_tiny.yaml", "-m", "grpo.seed=1,2"], "-m: an option of Hydra's; start one run for each value"),
+        (["--config-name=grpo_tiny"], "write --config FILE.yaml"),
+        (["examples/run_grpo.py", "--config", "grpo_tiny.yaml"], "a script of NeMo RL, in whose place this command is"),
+    ],
+)
+def test_words_of_other_commands_have_a_way_out(
+    said, capsys: pytest.CaptureFixture[str], words: list[str], way_out: str
+):
+    with pytest.raises(SystemExit) as ended:
+        said(*words)
+    assert ended.value.code == 2 and way_out in capsys.readouterr().err
 
 
 def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):

@@ -74,7 +74,8 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
         if not existing.is_dir():
             problems.add(key, f"{existing} is not a folder", "choose a folder that you may write", "to be provided")
         elif not os.access(existing, os.W_OK | os.X_OK):
-            problems.add(key, f"you may not write {existing}", "choose a folder that you may write", "to be provided")
+            kind = "refused" if existing == Path(folder).absolute() else "to be provided"
+            problems.add(key, f"you may not write {existing}", "choose a folder that you may write", kind)
 
 
 def check_checkpointing(config: RunConfig, problems: Problems) -> None:

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from mrl import env
-from mrl.config.errors import Problem, spell
+from mrl.config.errors import COMMAND_LINE, Problem, spell
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
 from mrl.config.migration import Migration
 from mrl.config.schema.data import DATASETS, DatasetConfig
@@ -70,7 +70,8 @@ def use_own_forms(settings: Settings, folder: Path) -> None:
         elif _lacks_prompt(key, setting.value):
             places = (str(above / str(setting.value)) for above in (folder, *folder.parents))
             if (found := next(filter(os.path.isfile, places), None)) is not None:
-                logger.info("Config: %s is not here; taking %s", describe(key, setting), found)
+                if folder != packaged_configs() or setting.origin == COMMAND_LINE:  # else no news
+                    logger.info("Config: %s is not here; taking %s", describe(key, setting), found)
                 settings[key] = replace(setting, value=found)
 
 
@@ -227,6 +228,8 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
             new = str(packaged)
             if Path(str(old)).parent.as_posix().endswith(NEMO_RL_PROMPTS):
                 report.different.append((key, setting, OTHER_TEXT))
+    if ".".join(key) == "eval.save_path" and old is None:
+        report.different.append((key, setting, "results are written, to `evaluations` in checkpointing.checkpoint_dir"))
     if new == old:
         return setting
     note = NOTES.get((".".join(key), old)) if isinstance(old, Hashable) else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env, lacking
-from mrl.config.secrets import start_logging
+from mrl.config.secrets import redact_text, start_logging
 from mrl.ops.doctor.findings import Finding, as_json, has_problem, merge_nodes, table
 from mrl.ops.doctor.host import judge_machine
 from mrl.ops.doctor.probe import HostFacts, probe_host
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
     if options.refit and options.json:
         parser.error("--refit prints a table only; leave out --json")
-    secrets, config = start_logging(), None
+    secrets, config = start_logging(stream=sys.stderr if options.json else None), None
 
     def say(part: str) -> None:
         if not options.json:
@@ -135,5 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         text = f"the config cannot be read: {error}"
         findings = [*diagnose(None, say), Finding("imports", "problem", text, lacking(error) or "install it anew")]
-    logger.info("%s", as_json(findings) if options.json else "\n".join(table(findings)))
+    if options.json:
+        print(redact_text(as_json(findings), secrets))
+    else:
+        logger.info("%s", "\n".join(table(findings)))
     return 1 if has_problem(findings) else 0

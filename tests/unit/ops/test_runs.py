@@ -127,14 +127,15 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert caught.value.code == 2 and ("no run" in (error := capsys.readouterr().err) or "required" in error)
 
 
-def test_a_run_of_this_name_in_results_is_named(
+def test_the_name_of_a_run_in_results_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
     run(Path("results/mine"), 1e-3, losses=(1.0,), accuracy=0.5)
+    assert main(["show", "mine"]) == 0 and "attempt" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["show", "mine"])
-    assert "no run in mine: it has no config.yaml and metrics; there is results/mine" in capsys.readouterr().err
+        main(["show", "yours"])
+    assert "no folder yours; runs in results: mine" in capsys.readouterr().err
 
 
 def test_runs_that_cannot_be_read_are_in_the_way_of_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

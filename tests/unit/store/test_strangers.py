@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from conversion.files.reading import sha256_file
-from mrl.store.checkpoints import find_damage
+from mrl.store.checkpoints import find_damage, is_damaged
 from mrl.store.ledger import replay
-from mrl.store.marks import MARK, find_mark, find_run, left_by_kills, remove_marked
+from mrl.store.marks import MARK, find_mark, find_run, find_strangers, left_by_kills, remove_marked
 from mrl.store.resuming import look_at_folder
 from mrl.store.run_folder import METRICS, RunFolder
 from tests.unit.loop.test_saving import Attempt
@@ -367,3 +367,9 @@ def test_an_interrupted_removal_keeps_the_mark_until_its_end(folder: Path, monke
             remove_marked(gone)
         assert not gone.exists() or gone in left_by_kills(folder, own)
     assert not gone.exists()
+
+
+def test_a_checkpoint_and_the_folder_of_runs_name_the_run_folder(folder: Path):
+    step = find_strangers(folder / "step_2", "", {}, is_damaged)
+    assert step == f"checkpointing.checkpoint_dir={folder / 'step_2'} is a checkpoint; name its run folder: {folder}"
+    assert "it holds the folders of runs, run. mrl leaves" in find_strangers(folder.parent, "", {}, is_damaged)

@@ -256,12 +256,12 @@ def test_the_schemas_refuse_what_kubernetes_refuses(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", ["My_Run", "1st", "run-", "r" * 62])
 def test_a_name_that_no_pod_can_have_is_refused(capsys: pytest.CaptureFixture[str], name: str):
     assert main(["k8s", *TINY, *EKS, f"--name={name}"]) == 2
-    assert f"--name {name}: pods are called {name}-1" in capsys.readouterr().out
+    assert f"--name {name}: pods are called {name}-1" in capsys.readouterr().err
 
 
 def test_a_config_with_an_unknown_key_is_not_launched(capsys: pytest.CaptureFixture[str]):
     assert main(["slurm", "grpo_tiny.yaml", "cluster.num_node=2"]) == 2
-    assert "cluster.num_nodes" in capsys.readouterr().out
+    assert "cluster.num_nodes" in capsys.readouterr().err
 
 
 def test_without_sbatch_nothing_is_claimed(
@@ -270,10 +270,10 @@ def test_without_sbatch_nothing_is_claimed(
     monkeypatch.setenv("PATH", str(tmp_path))
     # With this environment, which is for CPUs, a job on GPUs is not submitted.
     assert main(["slurm", *TINY, "--log-dir", str(tmp_path), "--submit"]) == 2
-    assert "or name another: VENV=FOLDER" in capsys.readouterr().out
+    assert "or name another: VENV=FOLDER" in capsys.readouterr().err
     monkeypatch.setenv("VENV", str(tmp_path))
     assert main(["slurm", *TINY, "--log-dir", str(tmp_path), "--submit"]) == 1
-    assert "sbatch is not on this host's PATH" in capsys.readouterr().out
+    assert "sbatch is not on this host's PATH" in capsys.readouterr().err
 
 
 def test_what_is_sent_is_what_was_printed(
@@ -283,18 +283,18 @@ def test_what_is_sent_is_what_was_printed(
     kubectl.write_text(f'#!/bin/sh\necho "$@"; cat >{tmp_path}/applied; exit ${{CODE:-0}}\n')
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    manifest, _, answer = printed(capsys, "k8s", *TINY, *EKS, "--submit").rstrip().rpartition("\n")
-    assert answer == "apply --filename -"
-    assert (tmp_path / "applied").read_text().strip() == manifest.strip()
+    assert main(["k8s", *TINY, *EKS, "--submit"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "apply --filename -\n" and (tmp_path / "applied").read_text().strip() == said.out.strip()
     monkeypatch.setenv("CODE", "3")
     assert main(["k8s", *TINY, *EKS, "--submit"]) == 1
-    assert "kubectl refused (code 3)" in capsys.readouterr().out
+    assert "kubectl refused (code 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["--memory=384GB", "--shm=big", "--shm="])
 def test_a_size_that_is_none_to_kubernetes_is_refused(capsys: pytest.CaptureFixture[str], size: str):
     assert main(["k8s", *TINY, *EKS, size]) == 2
-    assert f"{size.replace('=', ' ')}: " in capsys.readouterr().out
+    assert f"{size.replace('=', ' ')}: " in capsys.readouterr().err
 
 
 def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]):
@@ -318,14 +318,14 @@ def test_a_run_folder_that_ends_with_its_container_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], folder: str
 ):
     assert main([*words, *TINY, f"checkpointing.checkpoint_dir={folder}"]) == 2
-    assert f"checkpointing.checkpoint_dir={folder}: on the container's own disk" in capsys.readouterr().out
+    assert f"checkpointing.checkpoint_dir={folder}: on the container's own disk" in capsys.readouterr().err
 
 
 def test_a_config_file_that_no_pod_sees_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     words = ["k8s", str(tmp_path / "mine.yaml"), *TINY[1:]]
     assert main([*words, *EKS]) == 2
-    assert f"config {tmp_path}/mine.yaml: on the container's own disk" in capsys.readouterr().out
+    assert f"config {tmp_path}/mine.yaml: on the container's own disk" in capsys.readouterr().err
     assert main([*words, f"checkpointing.checkpoint_dir={tmp_path}/results", *EKS, f"--mount={tmp_path}"]) == 0
 
 
@@ -337,14 +337,14 @@ def test_a_container_on_slurm_sees_config_run_folder_and_hub(
     words = ["slurm", "mine.yaml", "--log-dir=logs", "--container=a.sqsh"]
     for unseen in ([], ["--mounts=/data:/data"], [f"--mounts={tmp_path}:/work"]):
         assert main([*words, *unseen]) == 2
-        assert "config mine.yaml: on the container's own disk" in capsys.readouterr().out
+        assert "config mine.yaml: on the container's own disk" in capsys.readouterr().err
     mounted = [*words, f"--mounts=/data:/data:ro,{tmp_path}:{tmp_path}"]
     assert f"export HF_HOME={tmp_path}/huggingface\n" in printed(capsys, *mounted)
     monkeypatch.setenv("HF_HOME", "/data/hub")
     assert "export HF_HOME=/data/hub\n" in printed(capsys, *mounted)
     monkeypatch.setenv("HF_HOME", "/home/me/hub")
     assert main(mounted) == 2
-    assert "HF_HOME=/home/me/hub: on the container's own disk" in capsys.readouterr().out
+    assert "HF_HOME=/home/me/hub: on the container's own disk" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -372,17 +372,17 @@ def test_the_plan_is_compared_with_what_a_pod_gets(
         "checkpointing.checkpoint_dir=/shared/run",
     ]
     assert main([*words, *options, "--image=mrl", "--claim=fsx"]) == (2 if message else 0)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
     assert message in said and ("not compared" in said) == (options == ["--memory=384G"])
 
 
 def test_a_config_that_a_start_refuses_is_not_launched(capsys: pytest.CaptureFixture[str]):
     """The check of `--check`, with what the machine that launches may lack left out."""
     assert main(["slurm", "grpo_nanov3.yaml", "policy.megatron_cfg.tensor_model_parallel_size=64"]) == 2
-    said = capsys.readouterr().out
-    assert (
-        "tensor_model_parallel_size=64: the 256 slots" in said and "--check says more" in said and "sbatch" not in said
-    )
+    said = capsys.readouterr()
+    assert "tensor_model_parallel_size=64: the 256 slots" in said.err and "--check says more" in said.err
+    assert said.out == ""
 
 
 def test_overrides_may_follow_options_and_nodes_get_the_python_that_launches(capsys: pytest.CaptureFixture[str]):
@@ -420,8 +420,10 @@ def test_a_run_that_would_save_later_than_its_job_may_last_is_refused(capsys: py
     words = ["slurm", *TINY, "checkpointing.checkpoint_must_save_by=00:03:40:00"]
     assert main([*words, "--time=3:44:59"]) == 2
     assert "checkpoint_must_save_by=00:03:40:00: Slurm ends the attempt before, at --time 3:44:59" in (
-        capsys.readouterr().out
+        capsys.readouterr().err
     )
+    assert main([*words, "--time=5"]) == 2  # minutes
+    assert "--time 5: 5 minutes, and Slurm asks the run to end 5 minutes before" in capsys.readouterr().err
     note = "# checkpointing.checkpoint_must_save_by=00:03:40:00: an attempt ends there, with most of --time"
     said = [printed(capsys, *words, f"--time={limit}") for limit in ("3:45:00", "7:20:00", "7:20:01", "UNLIMITED")]
     assert [note in text for text in said] == [False, False, True, False]
@@ -435,6 +437,6 @@ def test_a_job_with_placeholders_names_them_and_is_not_submitted(tmp_path: Path,
     )
     assert printed(capsys, *words).splitlines()[-1] == f"# To be replaced before a start: {named}"
     assert main([*words, "--submit"]) == 2
-    assert f"{named}: placeholders; put your own in their place" in capsys.readouterr().out
+    assert f"{named}: placeholders; put your own in their place" in capsys.readouterr().err
     rows = [f"data.{part}.data_path=/shared/rows.jsonl" for part in ("train", "validation")]
     assert "To be replaced" not in printed(capsys, *words, "policy.model_name=/shared/model", *rows)
