@@ -43,7 +43,8 @@ class PromptOrder:
         if min(sizes, default=0) < 1:
             raise ValueError("the data set has no prompts; check data.train.data_path")
         self._num_prompts, self._seed, self._shuffle = sum(sizes), seed, shuffle
-        self._sizes = list(sizes) if weights else [self._num_prompts]
+        self.sizes = list(sizes) if weights else [self._num_prompts]
+        """Numbers of prompts of what has epochs of its own."""
         self._weights = [weight / max(weights) for weight in weights] or [1.0]
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -55,11 +56,16 @@ class PromptOrder:
         return list(islice(self._from(position), count))
 
     def left(
-        self, consumed: Container[PromptKey], id_at: Callable[[int], str], *, num_epochs: int
+        self,
+        consumed: Container[PromptKey],
+        id_at: Callable[[int], str],
+        *,
+        num_epochs: int,
+        leaves_out: Callable[[int, int], bool] | None = None,
     ) -> Iterator[tuple[int, int]]:
         """`(epoch, index)` left of as many prompts as `num_epochs` epochs have, in the order of an unbroken run."""
         for epoch, index in islice(self._from(0), num_epochs * self._num_prompts):
-            if (epoch, id_at(index)) not in consumed:
+            if (epoch, id_at(index)) not in consumed and not (leaves_out and leaves_out(epoch, index)):
                 yield epoch, index
 
     def _from(self, position: int) -> Iterator[tuple[int, int]]:
@@ -89,11 +95,11 @@ class PromptOrder:
         return taken
 
     def _prompt(self, part: int, number: int) -> tuple[int, int]:
-        epoch, place = divmod(number, self._sizes[part])
+        epoch, place = divmod(number, self.sizes[part])
         if part not in self._orders or self._orders[part][0] != epoch:
-            order = epoch_order(self._sizes[part], seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            order = epoch_order(self.sizes[part], seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders[part] = epoch, order
-        return epoch, sum(self._sizes[:part]) + int(self._orders[part][1][place])
+        return epoch, sum(self.sizes[:part]) + int(self._orders[part][1][place])
 
 
 def _turn(number: int, weight: float) -> float:

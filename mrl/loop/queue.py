@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
+from mrl.data.difficulty import DifficultyPools
 from mrl.data.order import prompt_order
 from mrl.data.prompts import PromptData
 from mrl.loop.run import Stopped
@@ -80,6 +81,17 @@ class Supplied:
     def trained(self) -> list[PromptKey]:
         """Keys of `groups`."""
         return [group.key for group in self.groups]
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Mean reward of each prompt that the step consumes, by its id, over the rollouts with a reward."""
+        consumed = {*self.trained, *self.dropped}
+        of_prompts = {
+            group.prompt.prompt_id: [one.reward for one in group.verdicts if one.has_reward]
+            for group in sorted((*self.sampled, *self.groups), key=lambda group: group.epoch)
+            if group.key in consumed
+        }
+        return {prompt_id: sum(rewards) / len(rewards) for prompt_id, rewards in of_prompts.items() if rewards}
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
@@ -371,8 +383,11 @@ def open_queue(
     def prompts() -> Iterator[tuple[int, Prompt]]:
         # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be
         # restored.
-        consumed = ledger.state.consumed
-        left = prompt_order(config, train.sizes).left(consumed, train.id_at, num_epochs=grpo.max_num_epochs)
+        order, pools = prompt_order(config, train.sizes), config.data.difficulty_pools
+        begin = ledger.begin_epoch
+        leaves_out = DifficultyPools(pools, order.sizes, train.id_at, begin).leaves_out if pools else None
+        consumed, num_epochs = ledger.state.consumed, grpo.max_num_epochs
+        left = order.left(consumed, train.id_at, num_epochs=num_epochs, leaves_out=leaves_out)
         for epoch, index in left:
             yield epoch, train[index]
 

@@ -84,6 +84,8 @@ class RolloutSupplier:
             logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
             raise Stopped
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
+        if self.config.data.difficulty_pools:
+            step.rewards = supplied.rewards
         restarts = self.session.engines.book.num_restarts
         step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
         step.metrics |= rollout_metrics(

@@ -52,6 +52,8 @@ class Step:
     clock: Clock
     trained: Sequence[PromptKey] = ()
     dropped: Sequence[PromptKey] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Mean rewards of `trained` and `dropped`, by prompt id, where a curriculum chooses by them."""
     groups: Sequence[RolloutGroup] = ()
     batches: list[Batch] = field(default_factory=list)
     """Batches that the policy has learned from."""
@@ -215,7 +217,7 @@ class Run(Generic[S_co]):
 
     def refit(self, state: RunState, step: Step) -> None:
         """Counts the step as trained, and has engines sample from new weights, once checksums over all bytes agree."""
-        self.folder.ledger.train(step.number, step.trained, step.dropped)
+        self.folder.ledger.train(step.number, step.trained, step.dropped, step.rewards)
         state.step, state.metrics = step.number, step.metrics
         if self.config.has_engines:
             with step.clock.phase("refit"):

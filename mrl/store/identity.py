@@ -133,6 +133,8 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),
         ORDER: _digest([rows.id_at(index) for _, index in order]),
     }
+    if pools := config.data.difficulty_pools:
+        data["data.difficulty_pools"] = _digest({name: dataclasses.asdict(pool) for name, pool in pools.items()})
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)
     return data

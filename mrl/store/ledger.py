@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, sync_descriptor, write_atomic
 from conversion.files.limits import within
@@ -40,6 +41,10 @@ class LedgerState:
     """All prompts of `trained` and `dropped`."""
     saved: dict[int, Mark] = field(default_factory=dict)
     """Step -> the mark of its checkpoint, for every checkpoint of the lineage, kept or not."""
+    rewards: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step -> mean rewards of its prompts, by prompt id, where a curriculum needs them."""
+    begun: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(Data set, epoch) whose prompts a curriculum has chosen -> the step that was next then."""
 
     def steps(self, last: int) -> dict[int, tuple[tuple[PromptKey, ...], tuple[PromptKey, ...]]]:
         """Step -> the prompts that it trained on and those that it left out, up to a last step."""
@@ -71,11 +76,29 @@ class Ledger:
         self._append({"event": "taken", "step": step, "prompts": prompts})
         kill_point("rollouts")
 
-    def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
-        """Records that `step` consumed these prompts: it trained on some and dropped others for their rollouts."""
+    def train(
+        self,
+        step: int,
+        trained: Sequence[PromptKey],
+        dropped: Sequence[PromptKey] = (),
+        rewards: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Records that `step` consumed these prompts: it trained on some and dropped others for their rollouts.
+
+        `rewards` are mean rewards by prompt id, if a later epoch chooses by them.
+        """
         kill_point("rollouts")
-        self._append(_trained(step, trained, dropped))
+        self._append(_trained(step, trained, dropped, rewards))
         kill_point("rollouts")
+
+    def begin_epoch(self, data_set: int, epoch: int) -> tuple[dict[str, float], bool]:
+        """The last mean reward of each prompt when this epoch of a data set began; True if it begins now."""
+        if is_new := (data_set, epoch) not in self.state.begun:
+            self._append(_begun(data_set, epoch, len(self.state.trained) + 1))
+        next_step, found = self.state.begun[data_set, epoch], dict[str, float]()
+        for step in range(1, next_step):
+            found |= self.state.rewards.get(step, {})
+        return found, is_new
 
     def save(self, mark: Mark) -> None:
         """Records that a checkpoint with this mark is published. A thread may call it while the loop goes on."""
@@ -89,9 +112,10 @@ class Ledger:
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
             events += [
                 {"event": "taken", "step": step, "prompts": (*trained, *dropped)},
-                _trained(step, trained, dropped),
+                _trained(step, trained, dropped, self.state.rewards.get(step, {})),
             ]
             events += [_saved(saved[step])] if step in saved else []
+        events += [_begun(*key, step) for key, step in self.state.begun.items()]
         text = "".join(json.dumps(event) + "\n" for event in events)
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
@@ -258,14 +282,24 @@ def apply_event(state: LedgerState, event: dict) -> None:
         state.trained[step] = trained
         if dropped:
             state.dropped[step] = dropped
+        if rewards := event.get("rewards"):
+            state.rewards[step] = {str(prompt_id): float(reward) for prompt_id, reward in rewards.items()}
         state.consumed.update(trained, dropped)
     elif kind == "rolled_back":
         for steps in (state.trained, state.dropped):
             for step in [step for step in steps if step > event["to_step"]]:
                 state.consumed.difference_update(steps.pop(step))
-        for step in [step for step in state.saved if step > event["to_step"]]:
-            del state.saved[step]
+        for of_steps in (state.saved, state.rewards):
+            for step in [step for step in of_steps if step > event["to_step"]]:
+                del of_steps[step]
+        # What was chosen while the step after it was next stays: the rewards then are those that stay.
+        for key in [key for key, step in state.begun.items() if step > event["to_step"] + 1]:
+            del state.begun[key]
         state.taken.clear()
+    elif kind == "begun":
+        if event["step"] > len(state.trained) + 1:
+            raise ValueError(f"epoch {event['epoch']} begun for step {event['step']} after {len(state.trained)}")
+        state.begun[event["data_set"], event["epoch"]] = event["step"]
     elif kind == "saved":
         mark = Mark.of(event)
         if mark.step not in state.trained:
@@ -275,8 +309,16 @@ def apply_event(state: LedgerState, event: dict) -> None:
         raise ValueError(f"unknown event {kind!r}")
 
 
-def _trained(step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey]) -> dict[str, object]:
-    return {"event": "trained", "step": step, "prompts": trained, **({"dropped": dropped} if dropped else {})}
+def _trained(
+    step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey], rewards: Mapping[str, float]
+) -> dict[str, object]:
+    optional = {"dropped": dropped, "rewards": dict(rewards)}
+    named = {name: value for name, value in optional.items() if value}
+    return {"event": "trained", "step": step, "prompts": trained, **named}
+
+
+def _begun(data_set: int, epoch: int, step: int) -> dict[str, object]:
+    return {"event": "begun", "data_set": data_set, "epoch": epoch, "step": step}
 
 
 def _saved(mark: Mark) -> dict[str, object]:

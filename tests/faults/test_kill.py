@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mrl.store.checkpoints import find_damage
+from mrl.store.ledger import replay
 from tests.faults.attempts import Runs, is_taken, is_trained, is_writing, lineage
 from tests.stack.loop.conftest import SMALL
 
@@ -30,6 +31,10 @@ SETTINGS = [
     "cluster.cpu_units_per_node=2",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
     "policy.megatron_cfg.sequence_parallel=false",
+    # Later epochs choose their prompts by rewards, which a resumed attempt knows from its ledger alone.
+    "data.train.max_samples=10",
+    "grpo.max_num_epochs=30",
+    "data.difficulty_pools={hard: {threshold: 0, weight: 0.5}, rest: {threshold: 1, weight: 0.7}}",
 ]
 
 
@@ -40,7 +45,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def unbroken(runs: Runs) -> Path:
-    return runs.unbroken()
+    folder = runs.unbroken()
+    ledger = replay(folder / "ledger.jsonl")
+    first_epoch = {prompt_id for epoch, prompt_id in ledger.consumed if epoch == 0}
+    second_epoch = {prompt_id for epoch, prompt_id in ledger.consumed if epoch == 1}
+    assert len(first_epoch) == 10 and 0 < len(second_epoch) < 10 and (0, 2) in ledger.begun
+    return folder
 
 
 def rows(run_folder: Path) -> list[dict]:

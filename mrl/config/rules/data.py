@@ -213,6 +213,7 @@ def check_training(config: RunConfig, problems: Problems) -> None:
         for key in [key for key, weight in weighted.items() if weight is None]:
             rule = "other data sets have a weight, beside which a number of rows is none"
             problems.add(f"{key}.weight", rule, "give a weight to each data set, or to none")
+    _check_pools(config, problems)
     for key, dataset in config.data.train_sets.items():
         asked, template = (
             key_of(name, config.data.default, dataset, key) for name in ("teacher_key", "teacher_prompt_file")
@@ -222,6 +223,19 @@ def check_training(config: RunConfig, problems: Problems) -> None:
             problems.add(asked, rule, "set it to null, or learn from a teacher (docs/algorithms.md)")
         elif dataset.teacher_prompt_file is not None and dataset.teacher_key is None:
             problems.add(template, "no text goes into it: teacher_key=null", f"set {asked}, or this to null")
+
+
+def _check_pools(config: RunConfig, problems: Problems) -> None:
+    pools, key = config.data.difficulty_pools, "data.difficulty_pools"
+    if not pools:
+        return
+    if config.algorithm not in ("grpo", "ppo"):
+        rule = f"prompts are pooled by their rewards, and algorithm={config.algorithm} trains on none"
+        problems.tell(key, ", ".join(pools), rule, "leave it out")
+    if len({pool.threshold for pool in pools.values()}) < len(pools):
+        problems.tell(key, ", ".join(pools), "two pools have one threshold", "give each its own")
+    if not any(pool.weight for pool in pools.values()):
+        problems.tell(key, ", ".join(pools), "every weight is 0", "give one pool a weight above 0")
 
 
 def _check_list(key: str, datasets: Sequence[DatasetConfig] | None, problems: Problems) -> None:

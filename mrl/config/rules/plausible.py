@@ -89,6 +89,12 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "rollouts of one step before are trained as if the present weights had drawn them; "
         "set it to true, or watch train/gen_kl_error, which says how far apart the two are",
     ),
+    "grpo.max_num_epochs": (
+        lambda config: (
+            config.has_engines and bool(config.data.difficulty_pools) and config.rollouts.max_num_epochs == 1
+        ),
+        "data.difficulty_pools has no effect in the first epoch, when no prompt has a reward yet; raise it",
+    ),
     "policy.generation.max_new_tokens": (
         lambda config: config.has_engines and config.policy.generation.max_new_tokens < 4,
         "few answers are so short; raise it",

@@ -218,6 +218,16 @@ class ValidationDataConfig(DatasetConfig):
 
 
 @dataclass
+class DifficultyPoolConfig:
+    threshold: float
+    """Highest mean reward of the pool's prompts: of their last rollouts, as the environment judged them. Rewards above
+    all thresholds belong to the last pool.
+    """
+    weight: Share = 1.0
+    """Share of the epochs that ask a prompt of this pool: 1 = each, 0.2 = every fifth, 0 = none."""
+
+
+@dataclass
 class DataConfig:
     max_input_seq_length: Positive | None = None
     """Longest prompt in tokens; null = the context less `max_new_tokens`."""
@@ -244,6 +254,10 @@ class DataConfig:
     drop_rows_without_environment: bool = False
     """Leave out rows whose `agent_ref.name` or `env_name` has no environment here, and say which share of the rows that
     is.
+    """
+    difficulty_pools: dict[str, DifficultyPoolConfig] = field(default_factory=dict)
+    """Curriculum by difficulty: name -> pool of the prompts whose mean reward is at most its threshold. An epoch asks
+    them by its weight, and always those without a reward. Empty = each epoch asks every prompt.
     """
     default: DataDefaultConfig = field(default_factory=DataDefaultConfig)
     train: TrainDataConfig = field(default_factory=TrainDataConfig)
