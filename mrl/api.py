@@ -7,6 +7,7 @@ Names of `__all__` keep their meaning.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env, startup
+from mrl.exit_codes import DONE, FAILED
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.loggers.sink import LoggedRun, Sample, Sink
 from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, RunState, TrainSequence, Verdict
@@ -127,6 +129,21 @@ class Loop:
             raise RuntimeError(f"{name} comes before policy.train, or after refit.run, which ends the step")
 
 
+def check_sequences(sequences: Sequence[TrainSequence]) -> None:
+    """Raises ValueError for what `Policy.train` cannot train on."""
+    if not sequences:
+        raise ValueError("policy.train got no sequences; give it those of loop.rollouts.sequences(groups)")
+    for index, sequence in enumerate(sequences):
+        if not isinstance(sequence, TrainSequence):
+            raise ValueError(
+                f"policy.train takes sequences, and entry {index} is a {type(sequence).__name__}; "
+                "loop.rollouts.sequences(groups) makes them of groups"
+            )
+        if not math.isfinite(sequence.advantage):
+            name = f"sequence {index} (of {sequence.rollout.prompt_id})"
+            raise ValueError(f"policy.train: {name} has advantage {sequence.advantage}; give a number")
+
+
 @dataclass(frozen=True)
 class Policy:
     """The model that is trained: Megatron ranks."""
@@ -138,8 +155,7 @@ class Policy:
 
         PPO's critic, whose advantages replace yours, and teachers take part too.
         """
-        if not sequences:
-            raise ValueError("policy.train got no sequences; give it those of loop.rollouts.sequences(groups)")
+        check_sequences(sequences)
         return self.update(self._loop.supplier.pack(sequences, self._loop.step_under_way()))
 
     def update(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -173,6 +189,8 @@ class Engines:
         from mrl.loop.rollouts import VALIDATION_EPOCH
         from mrl.store.summary import Clock
 
+        if num_generations < 1 or not all(isinstance(prompt, Prompt) for prompt in prompts):
+            raise ValueError("engines.sample takes a list of loop.prompts, and num_generations of at least 1")
         self._loop.check_refitted("engines.sample")
         supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
@@ -224,6 +242,9 @@ class Refit:
 
         Validates and saves as the config says, then prints and logs the step.
         """
+        for name, value in (metrics or {}).items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"refit.run: metric {name} is {value!r:.60}, a {type(value).__name__}; give numbers")
         loop, step = self._loop, self._loop.step_under_way()
         loop.run.refit(loop.state, step)
         loop.step = None
@@ -241,11 +262,13 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     the input is at fault.
     """
     from mrl.config.load import load_run
-    from mrl.config.secrets import start_logging
+    from mrl.config.secrets import redact_text, start_logging
     from mrl.loop import rollouts
     from mrl.loop.main import open_folder, start_run
     from mrl.loop.run import Budget
 
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides is a text; write a list: [{overrides!r}]")
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
     secrets = None if logging.getLogger().handlers else start_logging("text")
@@ -259,8 +282,9 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
         LISTENER.listen()
     training = rollouts.prepare(loaded)
+    folder, code, said = open_folder(training), FAILED, ""
     try:
-        with open_folder(training) as folder:
+        with folder:
             checkpoint, budget = (
                 folder.newest_checkpoint(),
                 Budget(loaded.checkpointing.must_save_by_s, started=started),
@@ -268,8 +292,14 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
             with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         is_done = run.is_done(state)
+        code = DONE if is_done else ENDED_EARLY
+        said = "The run is complete" if is_done else "Ended before the last step; the same command goes on"
+    except BaseException as error:
+        said = f"The loop ended: {type(error).__name__}: {error}"
+        raise
     finally:
+        folder.note_end(code, redact_text(said, loaded.facts.secrets))
         LISTENER.let_go()
+    logger.info("%s", said)
     if not is_done:
-        logger.info("Ended before the last step; the same command goes on")
         raise SystemExit(ENDED_EARLY)

@@ -228,13 +228,13 @@ def _read_all(config: RunConfig, look: Look) -> None:
 def _look_at_sets(
     here: Mapping[str, DatasetConfig], config: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, only_judge: bool
 ) -> Look:
-    from mrl.data.prompts import idle_parameters, lacking_columns
+    from mrl.data.prompts import idle_parts, lacking_columns
 
     look = Look()
     if config.has_engines:
         with suppress(ValueError):  # of rows that cannot be read, which the look at them says
             look.problems += lacking_columns(config, here)
-            look.doubts += idle_parameters(config, here)
+            look.doubts += idle_parts(config, here)
     if look.problems:
         return look
     for key, dataset in here.items():

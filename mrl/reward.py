@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from mrl import barred
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, way_to_prepare
-from mrl.config.own import REWARD, find_fitting, refuse_clash
+from mrl.config.own import REWARD, find_fitting, names_in, refuse_clash, wrong_annotations
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
 
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"mrl.reward: {barred(error) or error}\n")
     verdicts = asyncio.run(_judge(named, config))
     sys.stdout.flush()
-    print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))
+    judged = [(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)]
+    print("\n".join([*_report(judged), *(_doubts(judged, path) if options.replies is None else [])]))
     for line in idle:
         print(line.partition("=")[2])
     if options.replies is None and not any(row.expected_answer for _, row in rows):
@@ -96,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _module_path(function: str) -> str:
     """The path by which a run names the function; the folder of a file is searched for modules from here on."""
     file, _, name = function.rpartition(":")
+    if function.endswith(".py"):
+        raise ValueError(f"{function}: it names no function; write {function}:FUNCTION{names_in(Path(function))}")
     if not file.endswith(".py"):
         return function
     if not Path(file).is_file():
@@ -148,6 +151,8 @@ def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tup
 
 
 def _replies(file: Path) -> list[str]:
+    if not file.exists():
+        raise ValueError(f"--replies {file}: no such file in {Path.cwd()}; correct the path")
     lines = file.read_text(encoding="utf-8").splitlines()
     if file.suffix != ".jsonl":
         return lines
@@ -185,6 +190,30 @@ async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[V
         pool.close()
 
 
+def _cell(text: str) -> str:
+    """A text in one line of a table."""
+    text = safe_text(text).replace("\n", "\\n")
+    return text if len(text) <= MAX_CELL_CHARACTERS else f"{text[: MAX_CELL_CHARACTERS - 1]}…"
+
+
+def _doubts(judged: Sequence[tuple[str, Task, Verdict]], path: str) -> list[str]:
+    """Signs that the function reads the answer in another way than rows have it; `judged` has no replies of others."""
+    said = []
+    for name, (value, wrong) in wrong_annotations(path).items():
+        said.append(f"{path} says {name}: {wrong}, and gets {value} as a text; convert it, {wrong}({name})")
+    rewards: dict[str, list[float]] = {}
+    for row_id, task, verdict in judged:
+        if task.expected and verdict.has_reward:
+            rewards.setdefault(row_id, []).append(verdict.reward)
+    pairs = [pair for pair in rewards.values() if len(pair) > 1]
+    if pairs and all(own <= empty for own, empty in pairs):
+        said.append(
+            f"A row's own answer gets no more than an empty reply, in {len(pairs)} of {len(pairs)} rows: the function "
+            "may read it in another form"
+        )
+    return said
+
+
 def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
     parts = sorted(
         {name for *_, verdict in judged for name in (*verdict.components, *verdict.metrics, *verdict.columns)}
@@ -204,7 +233,7 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
             *(values.get(name, "-") for name in parts),
             verdict.extracted or "-",
         ]
-        table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
+        table.append([*map(_cell, cells), said])
     rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
     lines = [*aligned(table), ""]
     kinds: dict[str, list[tuple[str, Verdict]]] = {}

@@ -47,7 +47,7 @@ install_list() {
     local file=$1 check=()
     shift
     if [[ -z ${MRL_UNCHECKED:-} ]]; then check=(--require-hashes); fi
-    "$PYTHON" -m uv pip install --python "$PYTHON" --no-deps --compile-bytecode --index-strategy unsafe-best-match "${check[@]}" "$@" --requirement "$file"
+    "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --no-deps --compile-bytecode --index-strategy unsafe-best-match "${check[@]}" "$@" --requirement "$file"
 }
 
 # uv downloads and unpacks in parallel; pip installs it, and pip's settings say where packages come from.
@@ -108,7 +108,7 @@ setup_list() {
         if ! "$PYTHON" -c "" 2>/dev/null || { [[ $name != dev ]] && grep --quiet "^$OTHER_KIND " "$STAMP" 2>/dev/null; }; then
             "$base" -m venv --clear "$VENV"
         fi
-        echo "Installing constraints-$name into $VENV with $("$PYTHON" --version) ($base) ..."
+        echo "Installing constraints-$name into $VENV with $("$PYTHON" --version) ($base), and compiling it: 1 to 5 minutes ..."
         echo "$name is being installed" >>"$STAMP"
         # In a shell of its own: uv's settings are for the installation, not for the tests that follow it.
         ("install_$name")

@@ -91,6 +91,9 @@ def find_config(name: str | Path, asked_by: Path | None = None) -> Path:
     if Path(name).parent.as_posix().endswith(_NEMO_RL_FOLDERS) and os.path.isfile(packaged_config):
         logger.info("Config: %s is not here; taking %s, which comes with mrl", name, packaged_config)
         return packaged_config.absolute()
+    if "=" in str(name):
+        text = f"the first argument names the config, and {name} is an override: write CONFIG {name}"
+        raise ConfigError([told(text, "file")])
     packaged = sorted(path.name for path in packaged_configs().glob("*.yaml"))
     folder = (asked_by or Path(name)).parent
     there = [str(path) if asked_by is None else path.name for path in sorted(folder.glob("*.yaml"))]

@@ -24,6 +24,8 @@ ANSWERS = ("answer", "expected_answer", "solution", "gold", "gold_answer", "labe
 that.
 """
 REPLIES = ("completion", "generation", "prediction", "predict_str")
+MISSPELT = 0.75
+"""Likeness of two names, as `difflib` counts it, from which one may be meant for the other."""
 BATCHED = {"prompts": "prompt", "completions": "response"}
 """TRL's names. A reward function that takes one of them gets lists of one rollout, and returns one."""
 
@@ -175,7 +177,8 @@ def find(path: str) -> Callable[..., object]:
     except Exception as error:  # importing a module runs the user's code
         raise ValueError(f"cannot be imported ({type(error).__name__}: {error}); {_way_out(path, error)}") from error
     if not is_path(path) or not callable(found):
-        raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name")
+        has = names_in(Path(getattr(found, "__file__", None) or ""))
+        raise ValueError(f"is a {type(found).__name__}, not a function or class; write package.module:name{has}")
     return found
 
 
@@ -196,6 +199,48 @@ def refuse_clash(path: str, folder: str) -> None:
         other = "Python" if name in sys.builtin_module_names else _file(name, elsewhere)
         if own is not None and other is not None:
             raise ValueError(f"needs {own}, and there is another module {name!r} ({other}): rename your file")
+
+
+def names_in(file: Path) -> str:
+    """The functions of a file, in brackets; "" without any, or if it cannot be read."""
+    with suppress(OSError, SyntaxError, ValueError):
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+        found = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return f" (it has {', '.join(found)})" if found else ""
+    return ""
+
+
+def wrong_annotations(path: str) -> dict[str, tuple[str, str]]:
+    """Parameters of a reward function that are said to be numbers, and get texts: name -> (value, annotation)."""
+    hook = find_reward(path)
+    kinds = {name: hook.signature.parameters[name].annotation for name in hook.names}
+    spelt = {name: kind if isinstance(kind, str) else getattr(kind, "__name__", "") for name, kind in kinds.items()}
+    return {
+        name: (value, spelt[name])
+        for name, value in hook.names.items()
+        if value in ("prompt", "response", "reference_answer") and spelt[name] in ("int", "float", "bool")
+    }
+
+
+def misspelt(path: str, kind: Kind) -> list[str]:
+    """Says which parameters keep their defaults, though their names are much like those of the kind's values."""
+    try:
+        hook = find_fitting(path, kind)
+    except ValueError:
+        return []  # which a check refuses
+    if not isinstance(hook, Hook):
+        return []
+    names = [p.name for p in hook.signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    near = {
+        name: difflib.get_close_matches(name, kind.parameters, n=1, cutoff=MISSPELT)
+        for name in names
+        if name not in hook.names
+    }
+    return [
+        f"{name} keeps its default, as it is no name of mrl's; the nearest of them is {found[0]}"
+        for name, found in near.items()
+        if found
+    ]
 
 
 def _file(name: str, places: list[str]) -> str | None:

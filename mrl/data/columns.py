@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mrl.config.errors import Problem
-from mrl.config.own import REWARD, find_reward
+from mrl.config.own import MISSPELT, REWARD, find_reward
 from mrl.data.fields import RowError, json_object
 from mrl.data.records import records
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mrl.types import Prompt
 
 _VALUES = (*REWARD.parameters, *REWARD.synonyms)
-MISSPELT = 0.75
-"""Likeness of two names, as `difflib` counts it, from which one may be meant for the other."""
 NUM_ROWS = 20
 """Rows of a data set that are looked at: rows of one data set have mostly the same columns."""
 
@@ -97,6 +95,25 @@ def find_idle(
                     f"rows nor a name of mrl's{nearest}"
                 )
     return said
+
+
+def find_unasked(readers: Iterable[Reader[tuple[str, Prompt]]], named: Mapping[str, str]) -> list[str]:
+    """Says which of the user's functions and agents (`key.name` -> path) no first row has as its environment."""
+    asked = {_environment(found, named) for reader in readers for found in _first_rows(reader)}
+    if not asked:
+        return []
+    return [
+        f"{key}={path}: none of the first rows has the environment {name}, but {', '.join(sorted(asked))}; "
+        f"data.default.env_name={name} gives it all rows that name none"
+        for key, path in named.items()
+        if (name := key.rpartition(".")[2]) not in asked
+    ]
+
+
+def _environment(found: Prompt | LacksColumns, named: Mapping[str, str]) -> str:
+    if isinstance(found, LacksColumns):
+        return next((key.rpartition(".")[2] for key, path in named.items() if path == found.path), "")
+    return found.env_name
 
 
 def _first_rows(reader: Reader[tuple[str, Prompt]]) -> Iterator[Prompt | LacksColumns]:

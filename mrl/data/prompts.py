@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
 from mrl.config.errors import ConfigError, Problem
-from mrl.config.own import REWARD, find_reward, missing_columns
+from mrl.config.own import ANSWERS, REWARD, find_reward, missing_columns
 from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import BUILT_IN, NEED_ANSWER
@@ -29,7 +29,7 @@ from mrl.data.chat import (
     tokenizer_of,
     with_prompts,
 )
-from mrl.data.columns import LacksColumns, find_idle, find_lacking
+from mrl.data.columns import LacksColumns, find_idle, find_lacking, find_unasked
 from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import REQUEST, Fields, Message, RowError, agent_of, first_key
 from mrl.data.files import find_data_files
@@ -131,13 +131,18 @@ def lacking_columns(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> lis
     return find_lacking((prompt_reader(key, dataset, config, None) for key, dataset in sets.items()), functions)
 
 
-def idle_parameters(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str]:
-    """Misspelt parameters of the user's reward functions in these data sets; ValueError if one cannot be read."""
-    functions = config.env.own.functions
-    if not functions:
+def idle_parts(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str]:
+    """Misspelt parameters of the user's reward functions in these data sets, and parts that no row asks for.
+
+    ValueError: one of the sets cannot be read.
+    """
+    functions, agents = config.env.own.functions, config.env.own.agents
+    if not (functions or agents):
         return []
-    readers = (prompt_reader(key, dataset, config, None) for key, dataset in sets.items())
-    return find_idle(readers, functions, only_misspelt=True)
+    readers = [prompt_reader(key, dataset, config, None) for key, dataset in sets.items()]
+    named = {f"env.own.functions.{name}": path for name, path in functions.items()}
+    named |= {f"env.own.agents.{name}": path for name, path in agents.items()}
+    return [*find_unasked(readers, named), *find_idle(readers, functions, only_misspelt=True)]
 
 
 def prompt_reader(
@@ -288,8 +293,9 @@ def kept_columns(path: str, fields: Fields, dataset: DatasetConfig) -> Fields:
 
 def _check_columns(path: str, row: ParsedRow) -> None:
     """Raises RowError if a reward function has a parameter that is neither a value of mrl nor a column of the row."""
-    if missing := missing_columns(path, row.rest, has_answer=bool(row.answer)):
-        raise LacksColumns(path, missing, row.rest, has_answer=bool(row.answer))
+    has = [name for name, value in row.rest.items() if value is not None or name not in ANSWERS]
+    if missing := missing_columns(path, has, has_answer=bool(row.answer)):
+        raise LacksColumns(path, missing, has, has_answer=bool(row.answer))
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

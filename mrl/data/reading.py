@@ -410,6 +410,10 @@ def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
         yield f"  and {counted(len(places) - MAX_ERRORS, 'other reason')}"
 
 
+def _share(share: float) -> str:
+    return f" data.max_bad_row_share={math.ceil(share * 100) / 100:g}"
+
+
 def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool = True) -> tuple[list[str], list[str]]:
     """Reasons to refuse a data set, and warnings about the rows that are left out. `name` is its key and place.
 
@@ -419,7 +423,10 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
     rows = "rows" if is_whole else "rows that were looked at"
     if bad and (data.on_bad_row == "refuse" or (is_whole and len(bad) > data.max_bad_row_share * num_rows)):
         shown = "\n".join(_by_reason(bad))
-        way_out = "correct or remove them, or set data.on_bad_row=skip"
+        share = _share(len(bad) / num_rows) if is_whole and len(bad) > data.max_bad_row_share * num_rows else ""
+        way_out = f"correct or remove them, or set data.on_bad_row=skip{share}"
+        if len(bad) == num_rows > 1:
+            way_out = "correct them, or name other rows there, as none will do"
         if data.on_bad_row == "skip":
             way_out = (
                 f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or "

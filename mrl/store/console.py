@@ -32,8 +32,13 @@ def outlook(config: RunConfig, *, first_step: int, last_step: int, start_s: floa
     num_ranks, num_steps = config.num_policy_ranks, last_step - first_step + 1
     text = f"Next: start {num_ranks} policy rank{'s' * (num_ranks > 1)}{engines}"
     text += f" ({start_s:.0f} s the last time)" if start_s is not None else ""
-    text += f", then {num_steps} steps, {first_step} to {last_step}" if num_steps > 1 else f", then step {last_step}"
-    if step_s is not None:
+    if num_steps < 1:
+        text += f", then no step, as step {first_step - 1} of {last_step} is done"
+    else:
+        text += (
+            f", then {num_steps} steps, {first_step} to {last_step}" if num_steps > 1 else f", then step {last_step}"
+        )
+    if step_s is not None and num_steps > 0:
         text += f" (about {step_s:.1f} s each, {timedelta(seconds=round(step_s * num_steps))} in all)"
     validates = config.training.val_period and config.data.has_validation
     periods = [f"validation every {config.training.val_period}"] if validates else []

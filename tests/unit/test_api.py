@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from mrl import api
+from mrl.api import check_sequences
+from mrl.types import TrainSequence
 from tests.sources import ROOT
+from tests.unit.algo.groups import group
 
 
 def test_the_built_in_loop_is_made_of_public_parts_that_the_page_explains():
@@ -52,3 +55,19 @@ def test_an_algorithm_without_rollouts_is_refused_by_name(algorithm: str, tmp_pa
     ):
         raise AssertionError("it has started")
     assert not run_folder.exists()
+
+
+def test_overrides_in_one_text_are_refused():
+    said = r"overrides is a text; write a list: \['grpo.seed=1'\]"
+    with pytest.raises(ValueError, match=said), api.start("grpo_tiny.yaml", "grpo.seed=1"):
+        pass
+
+
+def test_sequences_that_cannot_be_trained_are_refused():
+    rollout = group([1.0]).rollouts[0]
+    good = TrainSequence(rollout, 0.5, True, 1.0)
+    check_sequences([good])
+    with pytest.raises(ValueError, match=r"sequence 1 \(of .*\) has advantage nan"):
+        check_sequences([good, replace(good, advantage=float("nan"))])
+    with pytest.raises(ValueError, match=r"entry 0 is a RolloutGroup; loop.rollouts.sequences\(groups\) makes them"):
+        check_sequences([group([1.0])])  # pyright: ignore[reportArgumentType]

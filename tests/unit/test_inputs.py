@@ -74,9 +74,9 @@ MISTAKES = {
     "wrong field names": Mistake(
         [],
         "Refused",
-        f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct or remove them, "
-        f"or set data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has "
-        "'ask', 'reply'); data.train.input_key names another",
+        f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct them, "
+        f"or name other rows there, as none will do:\n  {TRAIN}:1: no key question or problem or prompt or input "
+        "(the row has 'ask', 'reply'); data.train.input_key names another",
         lambda: write_rows(TRAIN, {"ask": "1+1=", "reply": "2"}, 1200),
     ),
     "no chat template": Mistake(
@@ -111,7 +111,7 @@ MISTAKES = {
     "questions for DPO": Mistake(
         [f"data.train.data_path={TRAIN}"],
         "Refused",
-        f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
+        f"data.train.data_path={TRAIN} has 64 bad rows; correct them, or name other rows there, as none will do:\n  "
         f"{TRAIN}:1: no key chosen (the row has 'agent_ref', 'answer', 'question'); it looks like a conversation "
         "with one reply, which algorithm=sft reads",
         config="dpo_tiny.yaml",
@@ -119,7 +119,7 @@ MISTAKES = {
     "preferences for SFT": Mistake(
         [f"data.train.data_path={PAIRS}"],
         "Refused",
-        f"data.train.data_path={PAIRS} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
+        f"data.train.data_path={PAIRS} has 64 bad rows; correct them, or name other rows there, as none will do:\n  "
         f"{PAIRS}:1: no message has the role assistant, so there is nothing to learn; it looks like a pair of "
         "replies, which algorithm=dpo and algorithm=rm read",
         config="sft_tiny.yaml",
@@ -128,8 +128,8 @@ MISTAKES = {
         ["data.default.env_name=nemo_gym", "env.should_use_nemo_gym=true"],
         "Refused",
         (
-            f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  "
-            f"{TRAIN}:1: no agent_ref"
+            f"data.train.data_path={TRAIN} has 64 bad rows; correct them, or name other rows there, as none will do:"
+            f"\n  {TRAIN}:1: no agent_ref"
         ),
         lambda: write_rows(TRAIN, {"responses_create_params": {"input": "1+1="}, "expected_answer": "2"}),
     ),

@@ -193,3 +193,46 @@ def test_what_cannot_be_used_is_refused(
     with pytest.raises(SystemExit) as ended:
         run(folder, name, *words)
     assert ended.value.code == 2 and message in capfd.readouterr().err
+
+
+def test_answers_that_are_read_in_another_form_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path(f"{folder.name}_typed.py").write_text(
+        "def typed(response, answer: int):\n"
+        "    return {'reward': float(response == int(answer)), 'said': 'a line\\n' * 99}\n"
+    )
+    name = f"{folder.name}_typed"
+    assert main([f"{name}.py:typed", "rows.jsonl"]) == 0
+    *table, typed, own = capfd.readouterr().out.splitlines()
+    assert typed == f"{name}:typed says answer: int, and gets reference_answer as a text; convert it, int(answer)"
+    assert own.startswith("A row's own answer gets no more than an empty reply, in 2 of 2 rows")
+    # A row is a line of the table, however long the text.
+    assert [line.split()[0] for line in table[1:5]] == ["rows:1", "rows:1", "rows:2", "rows:2"]
+    assert all(r"a line\na line" in line and "…" in line for line in table[1:5])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["{module}.py", "rows.jsonl"],
+            "{module}.py: it names no function; write {module}.py:FUNCTION (it has judge, ",
+        ),
+        (["{module}", "rows.jsonl"], "is a module, not a function or class; write package.module:name (it has judge, "),
+        (["{module}.py:judge", "rows.jsonl", "--replies", "absent"], "--replies absent: no such file in "),
+    ],
+)
+def test_what_is_not_there_is_named(folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str):
+    module = f"{folder.name}_mine"
+    with pytest.raises(SystemExit, match="2"):
+        main([word.format(module=module) for word in words])
+    assert message.format(module=module) in capfd.readouterr().err
+
+
+def test_a_row_without_the_answer_that_a_function_takes_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path(f"{folder.name}_needs.py").write_text("def needs(response, answer): return float(len(answer))\n")
+    Path("rows.jsonl").write_text('{"question": "2+3=", "answer": null}\n')
+    with pytest.raises(SystemExit, match="2"):
+        main([f"{folder.name}_needs.py:needs", "rows.jsonl"])
+    assert (
+        "rows.jsonl:1:" in (said := capfd.readouterr().err) and "takes answer, and the row has no such column" in said
+    )

@@ -6,11 +6,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import get_args
 
 from mrl.config.errors import Problems, spell
-from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, REWARD, Kind, find_fitting, is_path
+from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, REWARD, Kind, find_fitting, is_path, misspelt
 from mrl.config.rules.data import key_of
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.algo import Estimator
@@ -251,6 +251,14 @@ OF_ALL = ("accuracy", "reward", "pass_k", "mean_length", "failed", "num_judged",
 """Metrics of a validation over all environments, beside `pass_at_K`."""
 
 
+def nearest_metric(metric: str) -> str:
+    """The names like that of a metric no validation with rollouts has; "" for one that a validation may have."""
+    if "/" in metric or metric in OF_ALL or re.fullmatch(r"pass_at_\d+", metric):
+        return ""
+    near = difflib.get_close_matches(metric, OF_ALL, n=1, cutoff=0.0)[0]
+    return f"{near}, another of {', '.join(OF_ALL)}, or ENVIRONMENT/reward, ENVIRONMENT/reward_COMPONENT"
+
+
 def check_early_stop(config: RunConfig, problems: Problems) -> None:
     """Checks that the metric which stops the run is measured, and has a threshold."""
     metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
@@ -263,11 +271,9 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
         problems.add(
             "grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation"
         )
-    elif metric is not None and "/" not in metric and not re.fullmatch(rf"{'|'.join(OF_ALL)}|pass_at_\d+", metric):
-        near = difflib.get_close_matches(metric, OF_ALL, n=1, cutoff=0.0)[0]
+    elif metric is not None and (near := nearest_metric(metric)):
         rule = "validations have no such metric, and the run would never end by it"
-        way_out = f"use {near}, another of {', '.join(OF_ALL)}, or ENVIRONMENT/reward, ENVIRONMENT/reward_COMPONENT"
-        problems.add("grpo.stop_at_validation_metric", rule, way_out)
+        problems.add("grpo.stop_at_validation_metric", rule, f"use {near}")
 
 
 def check_supervised(config: RunConfig, problems: Problems) -> None:
@@ -334,32 +340,34 @@ def check_evaluation(config: RunConfig, problems: Problems) -> None:
 
 def check_own(config: RunConfig, problems: Problems) -> None:
     """Checks that each object named by a path exists and fits."""
+    own: dict[str, tuple[Collection[str], str]] = {
+        "adv_estimator": (get_args(Estimator), "estimator"),
+        "processor": (PROCESSORS, "processor"),
+    }
+    for key, path, kind in hooks_of(config):
+        names, what = next((found for part, found in own.items() if part in key.split(".")), ((), ""))
+        _check(problems, key, path, kind, names, what)
+
+
+def hooks_of(config: RunConfig) -> Iterator[tuple[str, str, Kind]]:
+    """Key, path and kind of every hook of a config; a name of mrl's stands in place of a path."""
     if config.has_engines:
-        _check(
-            problems,
-            "grpo.adv_estimator.name",
-            config.grpo.adv_estimator.name,
-            ESTIMATOR,
-            get_args(Estimator),
-            "estimator",
-        )
+        yield "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ESTIMATOR
         if config.loss_fn.token_loss is not None:
-            _check(problems, "loss_fn.token_loss", config.loss_fn.token_loss, LOSS)
-        for name, path in config.env.own.functions.items():
-            _check(problems, f"env.own.functions.{name}", path, REWARD)
-        for name, path in config.env.own.agents.items():
-            _check(problems, f"env.own.agents.{name}", path, AGENT)
+            yield "loss_fn.token_loss", config.loss_fn.token_loss, LOSS
+        yield from ((f"env.own.functions.{name}", path, REWARD) for name, path in config.env.own.functions.items())
+        yield from ((f"env.own.agents.{name}", path, AGENT) for name, path in config.env.own.agents.items())
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
-        _check(
-            problems,
-            key_of("processor", config.data.default, dataset, key),
-            dataset.processor,
-            PROCESSOR,
-            PROCESSORS,
-            "processor",
-        )
-    for path in config.logger.own:
-        _check(problems, "logger.own", path, LOGGER)
+        yield key_of("processor", config.data.default, dataset, key), dataset.processor, PROCESSOR
+    yield from (("logger.own", path, LOGGER) for path in config.logger.own)
+
+
+def doubt_hooks(config: RunConfig, problems: Problems) -> None:
+    """Warns of parameters that keep their defaults, and may be meant for mrl's; those of rewards may be columns."""
+    for key, path, kind in hooks_of(config):
+        if is_path(path) and kind is not REWARD:
+            for text in misspelt(path, kind):
+                problems.add(key, text, "rename it, unless its default is meant")
 
 
 def _check(problems: Problems, key: str, path: str, kind: Kind, names: Collection[str] = (), what: str = "") -> None:

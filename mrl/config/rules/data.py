@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.metadata
 import os
@@ -128,7 +129,12 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         rule = "no such environment"
         if config.data.default.env_name == NEMO_GYM:
             rule += " unless env.should_use_nemo_gym=true"
-        problems.add("data.default.env_name", rule, f"use one of {', '.join(names)}")
+        problems.add("data.default.env_name", rule, _one_of(config.data.default.env_name, names))
+
+
+def _one_of(name: str | None, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name or "", names, n=1)
+    return "".join([f"use {near[0]}, the nearest of " if near else "use one of ", ", ".join(names)])
 
 
 def check_parsers(config: RunConfig, problems: Problems) -> None:
@@ -198,7 +204,7 @@ def check_data(config: RunConfig, problems: Problems) -> None:
         _check_dataset(key, dataset, data.default, names_of(*kinds), problems)
         names = (*environment_names(config.env), NEMO_GYM)
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
-            problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
+            problems.add(f"{key}.env_name", "no such environment", _one_of(dataset.env_name, names))
         if (dataset.data_path or "").startswith(FROM_VERIFIERS):
             _check_environment_rows(key, dataset, config, problems)
     if data.validation is not None:
@@ -254,6 +260,13 @@ def _check_environment_rows(key: str, dataset: DatasetConfig, config: RunConfig,
         problems.add(f"{key}.data_path", rule, "use rows with answers to learn")
 
 
+OF_CHOICES = (
+    'write its rows as {"question": the question and its lettered options, "answer": "B"} into a JSONL file, and set '
+    "data.dataset_name=null and data_path=FILE; env_name=mcqa reads the letter that a reply chooses"
+)
+"""The way to NeMo RL's evaluations of multiple choice, which are published as tables that mrl does not read."""
+
+
 def _check_dataset(
     key: str, dataset: DatasetConfig, default: DataDefaultConfig, known: str, problems: Problems
 ) -> None:
@@ -263,7 +276,9 @@ def _check_dataset(
         problems.add(
             name_key,
             "no such data set is known",
-            f"use one of {known}, or leave it out and give data_path",
+            OF_CHOICES
+            if name.startswith(("gpqa", "mmlu"))
+            else f"use one of {known}, or leave it out and give data_path",
         )
     elif path is None and known_dataset(name).hub_id is None:
         problems.extend([is_required(f"{key}.data_path")])

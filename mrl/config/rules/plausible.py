@@ -10,6 +10,7 @@ from pathlib import Path
 from mrl.config.errors import NotKnown, Problems
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
+from mrl.config.rules.algorithms import doubt_hooks
 from mrl.config.rules.training import doubt_rows
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
@@ -156,6 +157,7 @@ def find_doubts(config: RunConfig) -> list[str]:
                 rule, _, way_out = text.partition("; ")
                 problems.add(key, rule, way_out)
     with suppress(NotKnown):
+        doubt_hooks(config, problems)
         doubt_rows(config, problems)
         for model in [name for name in config.sections if name != "policy"]:
             doubt_rows(config, inner := Problems(config, config.facts.origins, model))

@@ -58,7 +58,11 @@ def _this_host(folders: dict[str, Path], config: RunConfig | None) -> list[Findi
 
 def judge_host(facts: HostFacts, config: RunConfig | None, *, is_in_cluster: bool) -> list[Finding]:
     """Findings from the facts of a host that runs alone, or is a node of a cluster."""
-    findings = judge_software(facts, read_wanted()) + judge_machine(facts, is_in_cluster=is_in_cluster)
+    # A rank and a worker of an engine for each slot, at most, and on each node rewards, loads and Ray's own agents.
+    num_nodes = 0 if config is None else config.cluster.num_nodes + config.num_grader_nodes
+    num_processes = None if config is None else 2 * config.num_slots + config.num_own_slots + 8 * num_nodes
+    findings = judge_software(facts, read_wanted())
+    findings += judge_machine(facts, is_in_cluster=is_in_cluster, num_processes=num_processes)
     if config is not None:
         from mrl.ops.doctor.run_inputs import judge_gpus
 

@@ -21,8 +21,13 @@ MIN_CORES, MIN_MEMORY_BYTES = 2, 8e9
 MAX_LOAD = 2.0
 # Docker gives 64 MiB. Ray's object store takes 256 MiB of it on one node, and GPU processes exchange data through it.
 MIN_SHARED_BYTES, MIN_SHARED_GPU_BYTES = GIB, 16 * GIB
-# Ray warns below the first; its guide for large clusters asks for the second.
+# Ray warns below the first; its guide for large clusters asks for the second, which says something where the number of
+# processes is not known.
 MIN_FILES, MIN_CLUSTER_FILES = 4096, 65535
+# Measured with Ray 2.60 on one host, of 4, 8 and 12 actors: gcs_server 64, 72, 80; raylet 64, 76, 88; driver 39, 43,
+# 47; an actor 42. So the head's gcs_server has 56, and 2 for each process of the cluster; a raylet has 52, and 3 for
+# each of its node. Doubled, as retried connections overlap.
+FILES, FILES_PER_PROCESS = 128, 6
 # A run on a laptop has about a thousand threads, a node of eight GPUs several thousand.
 MIN_PROCESSES, MIN_GPU_PROCESSES = 4096, 16384
 LIMITS = {"nofile": ("open files", "n"), "nproc": ("processes", "u"), "memlock": ("locked memory", "l")}
@@ -35,8 +40,11 @@ MAX_RAY_DISK_SHARE = 0.95
 IDLE_GPU_BYTES = GIB
 
 
-def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
-    """Findings about the machine itself, on a node of a cluster or a host that runs alone."""
+def judge_machine(facts: HostFacts, *, is_in_cluster: bool, num_processes: int | None = None) -> list[Finding]:
+    """Findings about the machine itself, on a node of a cluster or a host that runs alone.
+
+    `num_processes` are Ray's in the whole run; None: not known.
+    """
     findings = [] if facts.gpus is None else _gpus(facts.gpus, facts.torch_cuda)
     findings += [Finding("start of Ray", "problem", f"{at.found}: {at.reason}", at.way_out) for at in facts.obstacles]
     findings.append(_capacity(facts.capacity))
@@ -52,7 +60,7 @@ def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     elif shared.free_bytes < least / 2:
         remedy = "remove what ended processes left in /dev/shm"
     findings.append(Finding("shared memory", "problem" if remedy else "ok", found, remedy))
-    findings += _limits(facts, is_large=is_in_cluster or facts.gpus is not None)
+    findings += _limits(facts, num_processes, is_large=is_in_cluster or facts.gpus is not None)
     findings += [_disk(use, disk) for use, disk in facts.disks.items()]
     findings += _network(facts.network, is_in_cluster=is_in_cluster)
     confined = facts.confinement
@@ -153,9 +161,10 @@ def _capacity(capacity: Capacity) -> Finding:
     return Finding("capacity", "ok", str(capacity))
 
 
-def _limits(facts: HostFacts, *, is_large: bool) -> list[Finding]:
+def _limits(facts: HostFacts, num_processes: int | None, *, is_large: bool) -> list[Finding]:
+    num_files = FILES + FILES_PER_PROCESS * (num_processes or 0)
     least = {
-        "nofile": MIN_FILES,
+        "nofile": max(MIN_FILES, num_files),
         "nproc": MIN_PROCESSES if facts.gpus is None else MIN_GPU_PROCESSES,
         "memlock": MIN_LOCKED_BYTES if facts.network.num_rdma_devices else 0,
     }
@@ -179,8 +188,13 @@ def _limits(facts: HostFacts, *, is_large: bool) -> list[Finding]:
             remedy,
         )
 
-    findings = [low(name, needed, f"{needed:,} are needed") for name, needed in least.items() if found[name] < needed]
-    if is_large and MIN_FILES <= found["nofile"] < MIN_CLUSTER_FILES:
+    of_run = f", by {num_processes:,} processes of the run" if num_processes and num_files > MIN_FILES else ""
+    findings = [
+        low(name, needed, f"{needed:,} are needed{of_run if name == 'nofile' else ''}")
+        for name, needed in least.items()
+        if found[name] < needed
+    ]
+    if num_processes is None and is_large and MIN_FILES <= found["nofile"] < MIN_CLUSTER_FILES:
         findings.append(low("nofile", MIN_CLUSTER_FILES, f"large clusters need {MIN_CLUSTER_FILES:,}", is_note=True))
     return findings or [Finding("limits", "ok", ", ".join(f"{LIMITS[name][0]} {text}" for name, text in spelt.items()))]
 

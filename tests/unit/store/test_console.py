@@ -93,3 +93,5 @@ def test_the_first_lines_say_what_comes_and_how_long_it_takes_once_that_was_meas
     alone = outlook(load_config("sft_tiny.yaml"), first_step=1, last_step=3, start_s=None, step_s=None)
     assert "engine" not in alone and "then 3 steps, 1 to 3" in alone
     assert "then step 3;" in outlook(config, first_step=3, last_step=3, start_s=None, step_s=None)
+    done = outlook(config, first_step=4, last_step=3, start_s=None, step_s=2.0)
+    assert "then no step, as step 3 of 3 is done;" in done and "about" not in done

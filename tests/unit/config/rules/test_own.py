@@ -13,7 +13,10 @@ from typing import cast
 
 import pytest
 
+from mrl.config.load import load_config
 from mrl.config.own import AGENT, ESTIMATOR, LOSS, PROCESSOR, Kind, bind, find
+from mrl.config.rules.plausible import find_doubts
+from mrl.data.prompts import idle_parts
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of
 from tests.waiting import HANG_S
@@ -31,6 +34,9 @@ async def alone(row): ...
 def four(tokens, ratio_T, clipped_ratio_T, config): ...
 def judges(gold, response, prompt): ...
 def coloured(response, colour): ...
+def ranks(rewards, group=None, scale=1.0): ...
+def clips(tokens, clipped_ratio=0.2): ...
+async def asks(client, rows=()): ...
 class NoArguments: ...
 class NoClose:
     def __init__(self, config, run): ...
@@ -209,6 +215,33 @@ def test_a_file_that_bears_another_modules_name_is_refused(
     name = Path(file).parts[0].removesuffix(".py")
     with pytest.raises(ValueError, match=f"needs {tmp_path / file}, and there is another module '{name}' .*: rename"):
         find(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "parameter", "nearest"),
+    [
+        ("grpo.adv_estimator.name=things_of_mine:ranks", "group", "groups"),
+        ("loss_fn.token_loss=things_of_mine:clips", "clipped_ratio", "clipped_ratio_T"),
+        ("++env.own.agents.mine=things_of_mine:asks", "rows", "row"),
+    ],
+)
+def test_a_parameter_that_keeps_its_default_is_doubted(things: None, override: str, parameter: str, nearest: str):
+    """Hooks other than rewards, whose parameters may be columns of rows, as tests/unit/test_reward.py shows."""
+    said = [doubt for doubt in find_doubts(load_config("grpo_tiny.yaml", [override])) if "things_of_mine" in doubt]
+    text = f"{parameter} keeps its default, as it is no name of mrl's; the nearest of them is {nearest}"
+    assert [text in doubt for doubt in said] == [True]
+
+
+def test_a_function_that_no_row_asks_for_is_doubted(things: None):
+    settings = ["++env.own.functions.mine=things_of_mine.judges", "++env.own.agents.other=things_of_mine:goes"]
+    config = load_config("grpo_tiny.yaml", settings)
+    function, agent = idle_parts(config, config.data.train_sets)
+    assert function.startswith(
+        "env.own.functions.mine=things_of_mine.judges: none of the first rows has the environment"
+    )
+    assert agent.endswith(" but math; data.default.env_name=other gives it all rows that name none")
+    asked = load_config("grpo_tiny.yaml", [*settings[:1], "data.default.env_name=mine"])
+    assert idle_parts(asked, asked.data.train_sets) == []
 
 
 VLLM = "policy.generation.vllm_cfg"

@@ -83,6 +83,7 @@ ENGINE.logprobs_mode=raw_logprobs -> processed_logprobs
 checkpointing.ft_save_period=5 -> set it
 grpo.stop_at_validation_metric=accuracy -> set both
 grpo.stop_at_validation_threshold=0.5 -> set both
+checkpointing.metric_name=val:rewad -> use val:reward, another of
 grpo.stop_at_validation_threshold=0.5 & grpo.stop_at_validation_metric=acuracy -> use accuracy, another of
 NO_METRIC & grpo.stop_at_validation_threshold=1 & data.validation=null & grpo.stop_at_validation_metric=accuracy -> give data.validation
 policy.train_global_batch_size=96 -> the 512 rollouts -> leave the latter out
@@ -170,8 +171,9 @@ data.train.data_path=null => data.train.data_path is required -> has no default;
 data.train.data_path=no/such/file -> no such file or folder in -> correct the path: it names a .jsonl, .json, .parquet
 data.default.processor=vlm_hf_data_processor -> this config trains on images
 data.validation.processor=mine -> no such processor
-data.train.env_name=maths -> no such environment; use one of math,
-data.default.env_name=maths -> no such environment; use one of math,
+data.validation.dataset_name=gpqa_diamond -> env_name=mcqa reads the letter
+data.train.env_name=maths -> no such environment; use math, the nearest of math,
+data.default.env_name=maths -> no such environment; use math, the nearest of math,
 data.default.prompt_file=no.txt -> no such file in
 data.validation.system_prompt_file=no.txt -> no such file in
 data.train.repeat=0 -> out of range

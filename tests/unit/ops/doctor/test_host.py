@@ -247,17 +247,28 @@ def test_gpu_software_on_a_login_node_is_only_noted(gpu_host: HostFacts, wanted:
 
 
 def test_limits(gpu_host: HostFacts):
-    def said(name: str, limit: Limit, *, is_in_cluster: bool = True, facts: HostFacts = gpu_host) -> list[str]:
+    def said(
+        name: str,
+        limit: Limit,
+        *,
+        is_in_cluster: bool = True,
+        facts: HostFacts = gpu_host,
+        num_processes: int | None = None,
+    ) -> list[str]:
         changed = replace(facts, limits={**facts.limits, name: limit})
-        return [
-            f"{f.status} {f.found}" for f in judge_machine(changed, is_in_cluster=is_in_cluster) if f.status != "ok"
-        ]
+        found = judge_machine(changed, is_in_cluster=is_in_cluster, num_processes=num_processes)
+        return [f"{f.status} {f.found}" for f in found if f.status != "ok"]
 
     assert said("nofile", Limit(1024, 1024)) == ["problem open files: at most 1,024 (ulimit -n); 4,096 are needed"]
     assert said("nofile", Limit(1024, 20000)) == [
         "note open files: at most 20,000 (ulimit -n); large clusters need 65,535"
     ]
     assert said("nofile", Limit(UNLIMITED, UNLIMITED)) == []
+    # 56 and 2 of each process were measured in gcs_server: 20,000 last for a run of 256 GPUs, and not for 4,096.
+    assert said("nofile", Limit(1024, 20000), num_processes=2 * 256 + 8 * 32) == []
+    assert said("nofile", Limit(1024, 20000), num_processes=2 * 4096 + 8 * 512) == [
+        "problem open files: at most 20,000 (ulimit -n); 73,856 are needed, by 12,288 processes of the run"
+    ]
     assert said("nproc", Limit(4096, UNLIMITED)) == ["problem processes: at most 4,096 (ulimit -u); 16,384 are needed"]
     assert said("memlock", Limit(65536, 65536)) == [
         "problem locked memory: at most 65,536 (ulimit -l); 68,719,476,736 are needed"
