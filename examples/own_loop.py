@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO in a loop of your own, on the tiny model of the quickstart: `python examples/own_loop.py [a.b=c ...]`."""
 
+import asyncio
 import sys
 
 import torch
@@ -31,22 +32,23 @@ def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
     ]
 
 
-def main() -> None:
+async def main() -> None:
     # Starts Ray, Megatron and vLLM, proves that they hold the same weights, and goes on where the run folder ends.
-    with api.start("grpo_tiny.yaml", [*OVERRIDES, *sys.argv[1:]]) as loop:
-        print(f"accuracy before: {loop.rollouts.validate()['val/accuracy']:.3f}")
+    async with api.start("grpo_tiny.yaml", [*OVERRIDES, *sys.argv[1:]]) as loop:
+        print(f"accuracy before: {(await loop.rollouts.validate())['val/accuracy']:.3f}")
         while not loop.is_over:
             # vLLM samples answers to the next prompts, and their environment judges them.
-            groups = loop.rollouts.take()
+            groups = await loop.rollouts.take()
             sequences = [sequence for group in groups for sequence in with_advantages(group)]
             # Megatron computes old logprobs, packs batches, and makes optimizer steps by the loss of the config.
-            metrics = loop.policy.train(sequences)
+            metrics = await loop.policy.train(sequences)
             # vLLM gets the new weights, checksums over all bytes are compared; the step is logged, validated and saved
             # if that is due.
-            metrics = loop.refit.run(metrics)
+            metrics = await loop.refit.run(metrics)
             print(f"step {loop.state.step}: {metrics['refit/verified_bytes']:,.0f} bytes of the engines verified")
-        print(f"accuracy after: {loop.rollouts.validate()['val/accuracy']:.3f}; saved {loop.policy.save()}")
+        accuracy = (await loop.rollouts.validate())["val/accuracy"]
+        print(f"accuracy after: {accuracy:.3f}; saved {await loop.policy.save()}")
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

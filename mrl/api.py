@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,12 +54,13 @@ class Loop:
 
     `take_batches` and `policy.update` in place of the first two make it as the config says, also on examples.
 
-    >>> (group,) = loop.engines.sample(loop.prompts[:1], num_generations=2)
+    >>> (group,) = await loop.engines.sample(loop.prompts[:1], num_generations=2)
     >>> len(group.rewards)
     2
-    >>> groups = loop.rollouts.take()
-    >>> losses = [loop.policy.train(loop.rollouts.sequences(groups))["train/loss"] for _ in range(2)]
-    >>> metrics = loop.refit.run({"mine/num_groups": float(len(groups))})
+    >>> groups = await loop.rollouts.take()
+    >>> sequences = loop.rollouts.sequences(groups)
+    >>> losses = [(await loop.policy.train(sequences))["train/loss"] for _ in range(2)]
+    >>> metrics = await loop.refit.run({"mine/num_groups": float(len(groups))})
     >>> metrics["mine/num_groups"], loop.step
     (4.0, None)
     """
@@ -100,10 +101,10 @@ class Loop:
         """True if no step follows: all are done, a signal or time limit ends the run, or validation is good enough."""
         return self.run.is_over
 
-    def take_batches(self) -> list[Batch]:
+    async def take_batches(self) -> list[Batch]:
         """Begins a step; packed batches, one per update: rollouts with advantages or examples. EOFError: no more."""
         step = self.next_step()
-        batches = self.run.supplier.take(self.state, step)
+        batches = await self.run.supplier.take(self.state, step)
         self.step = step
         return batches
 
@@ -150,20 +151,26 @@ class Policy:
 
     _loop: Loop
 
-    def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    async def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Steps the optimizer on each `policy.train_global_batch_size` sequences by the config's loss; returns metrics.
 
         PPO's critic, whose advantages replace yours, and teachers take part too.
         """
         check_sequences(sequences)
-        return self.update(self._loop.supplier.pack(sequences, self._loop.step_under_way()))
+        step = self._loop.step_under_way()
+        return await self._loop.run.session.on_ranks(
+            lambda: self._update(self._loop.supplier.pack(sequences, step), step)
+        )
 
-    def update(self, batches: Sequence[Batch]) -> dict[str, float]:
+    async def update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Computes values and logprobs for the losses, then makes an optimizer step on each batch; returns metrics."""
+        return await self._loop.run.session.on_ranks(self._update, batches, self._loop.step_under_way())
+
+    def _update(self, batches: Sequence[Batch], step: Step) -> dict[str, float]:
         from mrl.loop.learning import learn
         from mrl.store.summary import warn_of_bounded_ratios
 
-        run, step = self._loop.run, self._loop.step_under_way()
+        run = self._loop.run
         run.report_start()
         with step.clock.phase("train"), run.profiled(step.number), run.recorded(step, batches) as metrics:
             metrics |= learn(run.session, run.config, batches, step.number, run.critic)
@@ -171,11 +178,12 @@ class Policy:
         step.note_update(batches, metrics, run.token_samples(batches))
         return metrics
 
-    def save(self) -> Path:
+    async def save(self) -> Path:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""
         self._loop.check_refitted("policy.save")
-        self._loop.run.saver.save(self._loop.state)
-        return self._loop.run.folder.path / f"step_{self._loop.state.step}"
+        run, state = self._loop.run, self._loop.state
+        await run.save(run.saver.save, state)
+        return run.folder.path / f"step_{state.step}"
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ class Engines:
 
     _loop: Loop
 
-    def sample(self, prompts: Sequence[Prompt], *, num_generations: int, draw: int = 0) -> list[RolloutGroup]:
+    async def sample(self, prompts: Sequence[Prompt], *, num_generations: int, draw: int = 0) -> list[RolloutGroup]:
         """Judged rollouts of prompts you choose, outside the data's order. Another `draw` samples other rollouts."""
         from mrl.loop.rollouts import VALIDATION_EPOCH
         from mrl.store.summary import Clock
@@ -195,7 +203,7 @@ class Engines:
         supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
         sampling = supplier.data.sampling
-        return supplier.queue.sample(
+        return await supplier.queue.sample(
             asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock()
         )
 
@@ -206,14 +214,13 @@ class Rollouts:
 
     _loop: Loop
 
-    def take(self) -> list[RolloutGroup]:
+    async def take(self) -> list[RolloutGroup]:
         """The groups of the next step, `grpo.num_prompts_per_step` of `grpo.num_generations_per_prompt` rollouts.
 
-        EOFError, which ends the `with` block of `start` quietly: none follow, as all prompts are used up, or the run is
-        over.
+        EOFError, which ends the block of `start` quietly: none follow, as all prompts are used up, or the run is over.
         """
         step = self._loop.next_step()
-        groups = self._loop.supplier.sample(self._loop.state, step)
+        groups = await self._loop.supplier.sample(self._loop.state, step)
         self._loop.step = step
         return groups
 
@@ -221,10 +228,10 @@ class Rollouts:
         """Groups of the step as `mrl.train` trains on them: with the advantages and masks that the config says."""
         return self._loop.supplier.sequences(groups, self._loop.step_under_way())
 
-    def validate(self) -> dict[str, float]:
+    async def validate(self) -> dict[str, float]:
         """Accuracy on the held-out prompts, as `val/accuracy`, in addition to the validations of the config."""
         self._loop.check_refitted("rollouts.validate")
-        found = self._loop.run.supplier.validate(self._loop.state)
+        found = await self._loop.run.supplier.validate(self._loop.state)
         if not found:
             self._loop.run.budget.check()
         self._loop.state.metrics |= found
@@ -237,7 +244,7 @@ class Refit:
 
     _loop: Loop
 
-    def run(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+    async def run(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
         """Ends the step: the engines sample from the new weights from here on. Returns the step's metrics, with yours.
 
         Validates and saves as the config says, then prints and logs the step.
@@ -246,20 +253,20 @@ class Refit:
             if not isinstance(value, int | float):
                 raise ValueError(f"refit.run: metric {name} is {value!r:.60}, a {type(value).__name__}; give numbers")
         loop, step = self._loop, self._loop.step_under_way()
-        loop.run.refit(loop.state, step)
+        await loop.run.refit(loop.state, step)
         loop.step = None
         step.metrics |= metrics or {}
-        loop.run.end_step(loop.state, step)
+        await loop.run.end_step(loop.state, step)
         return step.metrics
 
 
-@contextmanager
-def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
+@asynccontextmanager
+async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncIterator[Loop]:
     """Starts processes of a config with rollouts; goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
 
-    They live inside the `with` block. Policy and engines are proven to hold the same weights. A signal or the time
-    limit saves the last finished step, ends the block, and exits with code 75: the same command goes on. ValueError:
-    the input is at fault.
+    They live inside the `async with` block. Policy and engines are proven to hold the same weights. A signal or the
+    time limit saves the last finished step, ends the block, and exits with code 75: the same command goes on.
+    ValueError: the input is at fault.
     """
     from mrl.config.load import load_run
     from mrl.config.secrets import redact_text, start_logging
@@ -289,7 +296,7 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
                 folder.newest_checkpoint(),
                 Budget(loaded.checkpointing.must_save_by_s, started=started),
             )
-            with start_run(training, folder, checkpoint, budget) as (run, state):
+            async with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         is_done = run.is_done(state)
         code = DONE if is_done else ENDED_EARLY

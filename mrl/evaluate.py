@@ -24,6 +24,7 @@ if __name__ == "__main__" and check.OPTION in sys.argv:
     # Before the imports below, which take longer than a check and need libraries that a login node may lack.
     sys.exit(run_entry(lambda: check.check_evaluation(check.parse_evaluation(None))))
 
+import asyncio
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -52,23 +53,22 @@ EVALUATION_EPOCH = -1
 WEIGHT_VERSION = 1
 
 
-def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
+async def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
     """Samples answers to every held-out prompt as in validation, from the model as vLLM loads it, and judges them."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
     num_answers, sampling = (
         config.eval.num_tests_per_prompt,
         validation_sampling(data.sampling, config.policy.generation),
     )
-    with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
+    async with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
         with rollout_progress(len(asked) * num_answers) as progress:
             groups = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
 
             def show() -> None:
                 progress.update(sum(len(group.rollouts) for group in groups) - progress.n)
 
-            with collector.news.watched_by(show):
-                collector.wait(lambda: all(group.num_missing == 0 for group in groups))
-        judged, _ = collector.judge(groups)
+            await collector.wait(lambda: all(group.num_missing == 0 for group in groups), show)
+        judged, _ = await collector.judge(groups)
     return judged
 
 
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log_folder = folder / "logs"
             log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             asked = str(target.checkpoint.resolve()) if target.checkpoint is not None else config.policy.model_name
-            groups = evaluate(config, data, log_folder=log_folder)
+            groups = asyncio.run(evaluate(config, data, log_folder=log_folder))
             report(config, folder / f"{target.name}.json", groups, model=asked)
     except ValueError as error:
         logger.error("%s", error)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.algo.agreement import FLIPPED_SHARE, MAX_MEAN_ERROR, Disagreement, find_disagreement, measure
+from mrl.cluster.driver import in_worker
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 512, 16
 
 
-def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
+async def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     """Compares trainer and first engine, which hold equal weights and may sample, on a few tokens; the figures as text.
 
     One prompt is as long as the run allows: only there windows and scaled positions show. Requests have the ids and
@@ -43,9 +44,9 @@ def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
         for index in range(min(NUM_PROMPTS, len(prompts)))
     ]
     asked = requests(config, [*first, long_prompt(config, prompts, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
-    (rollouts,) = engines.apply(sample, asked, deadline_s=config.deadlines.generate_s, only=[0])
-    with session.without_cache(session.policies.start_s):
-        logprobs = trainer_logprobs(session.policies, rollouts, config)
+    (rollouts,) = await in_worker(engines.apply, sample, asked, deadline_s=config.deadlines.generate_s, only=[0])
+    async with session.room(is_needed=True):
+        logprobs = await in_worker(trainer_logprobs, session.policies, rollouts, config)
     chooses = session.refit.has_experts and not config.policy.router_replay.enabled
     figures = []
     for part in (slice(len(first)), slice(len(first), None)):

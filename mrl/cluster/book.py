@@ -11,8 +11,8 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from mrl.cluster.driver import DriverTasks
 from mrl.cluster.errors import ActorLost
-from mrl.cluster.event_loop import News
 
 GENERATION = "generation"
 """Name of the driver's wait for sampling engines."""
@@ -52,7 +52,7 @@ class RequestBook(Generic[Q, A]):
         call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
         on_death: Callable[[int, ActorLost], None],
         *,
-        news: News,
+        tasks: DriverTasks,
         max_fruitless_restarts: int = MAX_FRUITLESS_RESTARTS,
         num_calls: int = 1,
     ) -> None:
@@ -64,7 +64,7 @@ class RequestBook(Generic[Q, A]):
         self.num_restarts = 0
         self.lost: set[int] = set()
         self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
-        self._call, self._on_death, self._news = call, on_death, news
+        self._call, self._on_death, self._tasks = call, on_death, tasks
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
         self._new: list[tuple[str, Q, asyncio.Future[A], Sequence[int]]] = []
         self._is_held = False
@@ -115,7 +115,7 @@ class RequestBook(Generic[Q, A]):
         """Starts carrying requests to an actor; after a restart it gets all unanswered ones again."""
         actor = self._actors[index]
         actor.unsent = [request for request, _ in actor.owed.values()]
-        actor.task = asyncio.ensure_future(self._serve(index, actor))
+        actor.task = self._tasks.begin(self._serve(index, actor))
 
     def end(self, index: int, log_file: Path) -> int:
         """Stops carrying to a dead actor; its number of unanswered requests. RuntimeError: it dies too often."""
@@ -164,12 +164,9 @@ class RequestBook(Generic[Q, A]):
 
     async def _serve(self, index: int, actor: _Actor[Q, A]) -> None:
         try:
-            try:
-                await self._carry(index, actor)
-            except ActorLost as lost:
-                self._on_death(index, lost)
-        except Exception as error:  # whoever waits raises it
-            self._news.fail(error)
+            await self._carry(index, actor)
+        except ActorLost as lost:
+            self._on_death(index, lost)
 
     async def _carry(self, index: int, actor: _Actor[Q, A]) -> None:
         calls = actor.calls = set()

@@ -267,7 +267,11 @@ async def answered(reference: ray.ObjectRef[T], *, actor: object, what: str) -> 
         except Exception as error:
             answer.set_exception(error)
 
-    reference.future().add_done_callback(lambda found: loop.call_soon_threadsafe(take, found))
+    def tell(found: Future[T]) -> None:
+        if not loop.is_closed():  # what Ray still has to say after the run
+            loop.call_soon_threadsafe(take, found)
+
+    reference.future().add_done_callback(tell)
     with translated(actor, what):
         return await answer
 

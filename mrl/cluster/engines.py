@@ -22,10 +22,10 @@ from mrl import numa, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
 from mrl.cluster.calls import answered, ask, start_actor, wait_all
+from mrl.cluster.driver import DriverTasks, in_worker
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
-from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.event_loop import News, in_loop
+from mrl.cluster.errors import ActorLost
 from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
@@ -183,7 +183,7 @@ class EngineActor:
 class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks) -> None:
         self.config, self.placement = config, placement
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0
@@ -195,7 +195,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         super().__init__(
             ENGINES,
             len(placement.engines),
-            news=news or News(),
+            tasks=tasks,
             log_folder=log_folder,
             deadline_s=config.deadlines.refit_s,
             start_s=start_deadline(config).seconds,
@@ -237,32 +237,21 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     @contextmanager
     def held(self) -> Iterator[None]:
         """Pauses polling inside the `with` block: engines that are being refitted must not step."""
-        in_loop(self.book.hold, True)
+        self.book.hold(True)
         try:
             yield
         finally:
-            in_loop(self.book.hold, False)
+            self.book.hold(False)
 
-    def restart(self, index: int) -> None:
+    async def restart(self, index: int) -> None:
         """Restarts a dead engine; it refuses work until refitted. RuntimeError: it dies too often without a rollout."""
-        in_loop(self.start_again, index, f"{self.name(index)} died")
-        self.wait_until_built()
-
-    def serve_again(self, index: int) -> None:
-        """Asks an engine that was started again, and holds the current weights, for its unfinished rollouts."""
-        in_loop(self.book.begin, index)
+        self.start_again(index, f"{self.name(index)} died")
+        await in_worker(self.wait_until_built)
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
-        """Brings all engines into `phase` at once. Leaves one that died to the next refit, which starts it again."""
-        if phase != "generate":  # what a signal has left under way is not sampled without a KV cache
-            in_loop(self.book.hold, True)
-        lost: list[ActorLost] = []
+        """Brings all engines, which are held, into `phase` at once. Leaves one that died to its watch, and a refit."""
         pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
-        wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
-        for loss in lost:
-            in_loop(self._lose, cast("ActorName", loss.actor).index, loss)
-        if phase == "generate":
-            in_loop(self.book.hold, False)
+        wait_all(pending, deadline_s=deadline_s, what="enter", lost=[])
 
     def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
         num_gateways, slots = scheduling.num_gateways(self.config), self.placement.engines[index]

@@ -24,6 +24,7 @@ from mrl import rooms, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork
 from mrl.cluster.calls import answered, ask, start_actor
+from mrl.cluster.driver import in_worker
 from mrl.cluster.engine_line import EngineLine
 from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
@@ -286,7 +287,7 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
         super().__init__(
             GATEWAYS,
             num_gateways,
-            news=engines.news,
+            tasks=engines.tasks,
             log_folder=log_folder,
             deadline_s=config.deadlines.reward_s,
             start_s=start_s(config),
@@ -350,7 +351,7 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
             )
         # While no engine is asked, agents work or are waited for, each until its own deadline: the run does not hang.
         if progress.num_answered or progress.ended or not progress.num_asked:
-            self.news.tell(GENERATION)
+            self.tasks.tell(GENERATION)
         ended, place = dict[str, EndedRollout](), 0
         for request_id, (infos, verdict, engines) in progress.ended.items():
             found = [
@@ -427,7 +428,7 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
     )
 
 
-def start_gateways(
+async def start_gateways(
     config: RunConfig,
     placement: Placement,
     engines: EngineGroup,
@@ -439,7 +440,7 @@ def start_gateways(
     if not scheduling.num_gateways(config):
         return None
     for judge in judges.values():
-        judge.wait_until_up()
+        await in_worker(judge.wait_until_up)
     gateways = GatewayGroup(config, placement, engines, judges, log_folder=log_folder)
-    gateways.wait_until_built()
+    await in_worker(gateways.wait_until_built)
     return gateways

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from mrl.cluster import scheduling
+from mrl.cluster.driver import DriverTasks
 from mrl.cluster.engines import EngineActor, start_engine
-from mrl.cluster.event_loop import News
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import LOOK_S, Service, judges_kind
 from mrl.cluster.verbs import EngineVerbs
@@ -28,7 +28,9 @@ VERSION = 0
 class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
     """The engines of one judge, which gateways ask."""
 
-    def __init__(self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, news: News) -> None:
+    def __init__(
+        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks
+    ) -> None:
         self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
         self._num_gateways = scheduling.num_gateways(config)
         self.on_change: Callable[[], None] = lambda: None
@@ -36,7 +38,7 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
         super().__init__(
             judges_kind(name),
             len(self._slots),
-            news=news,
+            tasks=tasks,
             log_folder=log_folder,
             deadline_s=config.deadlines.refit_s,
             start_s=start_deadline(self.config).seconds,
@@ -55,6 +57,8 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
         return start_engine(self.config, self._placement, slots, log_file, num_gateways=num_gateways, version=VERSION)
 
 
-def start_judges(config: RunConfig, placement: Placement, *, log_folder: Path, news: News) -> Mapping[str, JudgeGroup]:
+def start_judges(
+    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks
+) -> Mapping[str, JudgeGroup]:
     """Starts the engines of all judges; does not wait for them."""
-    return {name: JudgeGroup(name, config, placement, log_folder=log_folder, news=news) for name in config.judges}
+    return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}

@@ -27,6 +27,7 @@ from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
 from conversion.texts import listed
 from mrl.cluster.calls import wait_all
+from mrl.cluster.driver import in_worker
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
 from mrl.cluster.policies import PolicyGroup
@@ -101,27 +102,27 @@ class Refitter:
         self._meet()
         self._point_at_sources([index for index in self.slots if index not in self.dedicated])
 
-    def zero(self) -> RefitReport:
+    async def zero(self) -> RefitReport:
         """The witness: refits unchanged weights, and proves that every byte stays as vLLM's own loader wrote it.
 
         If one changes, no engine gets a weight version, so none can sample: RuntimeError names the tensors on which the
         tables are wrong.
         """
         self.weight_version += 1
-        report = self._refit(range(self.engines.num_engines), witness={})
+        report = await self._refit(range(self.engines.num_engines), witness={})
         logger.info(
             "Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}"
         )
         return report
 
-    def run(self) -> RefitReport:
+    async def run(self) -> RefitReport:
         """Refits all engines to the new weights. RuntimeError: names the first wrong bytes by slot, box and ranks."""
         self.weight_version += 1
-        return self._refit(range(self.engines.num_engines))
+        return await self._refit(range(self.engines.num_engines))
 
-    def restart_engine(self, index: int) -> None:
+    async def restart_engine(self, index: int) -> None:
         """Restarts a dead engine, gives it the current weights and version, and asks its unfinished requests again."""
-        self._refit([], died=index)
+        await self._refit([], died=index)
 
     def prepare_again(self, index: int) -> None:
         """Prepares a restarted engine. A dedicated one was part of the exchange group, which fails without it."""
@@ -137,25 +138,27 @@ class Refitter:
             for slot in self.slots[engine]
         ]
 
-    def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
+    async def _refit(
+        self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None
+    ) -> RefitReport:
         """Refits `engines`, and those that die meanwhile: dedicated ones take part in exchanges of others' refits."""
 
-        def attempt(restarted: set[int]) -> RefitReport:
+        async def attempt(restarted: set[int]) -> RefitReport:
             with self.engines.held():
-                return self._attempt(sorted({*engines, *restarted}), witness)
+                return await in_worker(self._attempt, sorted({*engines, *restarted}), witness)
 
-        def restart(index: int) -> None:
+        async def restart(index: int) -> None:
             # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by
             # now: the driver misses an engine while it collects rollouts, or in an attempt, behind the policy's entry
             # into the refit.
             if witness is not None:
                 witness.pop(index, None)
-            self.engines.restart(index)
-            self.prepare_again(index)
+            await self.engines.restart(index)
+            await in_worker(self.prepare_again, index)
 
-        report, restarted = until_no_engine_dies(attempt, restart, died=died)
+        report, restarted = await until_no_engine_dies(attempt, restart, died=died)
         for index in restarted:
-            self.engines.serve_again(index)
+            self.engines.book.begin(index)
         return report
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:

@@ -25,9 +25,10 @@ from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.book import VERDICTS, ActorWork
 from mrl.cluster.calls import answered, ask, start_actor
+from mrl.cluster.driver import DriverTasks, Silence
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.event_loop import News, Silence, in_loop, wait_in_loop
+from mrl.cluster.event_loop import wait_in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
@@ -214,7 +215,7 @@ class RewardActor:
 class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
     """The driver's handle on reward actors. `book` carries them rollouts; a dead one is restarted and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks) -> None:
         self.config, self.placement = config, placement
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
@@ -229,7 +230,7 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
         super().__init__(
             REWARDS,
             num_actors,
-            news=News(),
+            tasks=tasks,
             log_folder=log_folder,
             deadline_s=config.deadlines.reward_s,
             start_s=start_deadline(config).seconds,
@@ -250,7 +251,7 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
                 "Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number)
             )
 
-    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+    async def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for enough verdicts, however many rollouts wait before them for a worker.
 
         Raises:
@@ -270,13 +271,13 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
                 )  # fmt: skip
 
         try:
-            with self.news.watched_by(warn):
-                self.news.wait(
-                    is_enough,
-                    what=VERDICTS,
-                    who=lambda: [*self.waits(), *self.book.called()],
-                    limit_s=self.silence_s,
-                )
+            await self.tasks.wait(
+                is_enough,
+                what=VERDICTS,
+                who=lambda: [*self.waits(), *self.book.called()],
+                limit_s=self.silence_s,
+                look=warn,
+            )
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
@@ -290,21 +291,12 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
 
     def take_seconds(self) -> float:
         """Seconds of scoring since the last call, waited for or not: those of the busiest actor."""
-
-        def take() -> float:
-            seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
-            return seconds
-
-        return in_loop(take)
+        seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
+        return seconds
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the workers' load since the last call."""
-
-        def take() -> RewardLoad:
-            load, self._load = self._load, RewardLoad()
-            return load
-
-        load = in_loop(take)
+        load, self._load = self._load, RewardLoad()
         return {
             "rollout/reward_queue_max": float(load.longest_queue),
             "rollout/reward_wait_s": load.wait_s / max(1, load.num_judged),
@@ -324,7 +316,7 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
             self._traces.log(name, verdict, self.log_file(index), way_out=way_out)
             self._traces.log_reason(name, verdict)
         if ended or continued or load.num_begun:
-            self.news.tell(VERDICTS)
+            self.tasks.tell(VERDICTS)
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}
 
     def _launch(self, index: int) -> tuple[ActorHandle[RewardActor], ray.ObjectRef[int]]:

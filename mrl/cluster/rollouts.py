@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from conversion.texts import listed
 from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
 from mrl.cluster.book import GENERATION
+from mrl.cluster.driver import Silence
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.event_loop import Silence, in_loop, wait_in_loop
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.order import LengthHints
 from mrl.types import (
     Prompt,
     PromptKey,
-    Rollout,
     RolloutGroup,
     RolloutInfo,
     RolloutRequest,
@@ -56,18 +54,18 @@ class RolloutCollector:
         rewards: Rewards,
         *,
         seed: int,
-        restart_engine: Callable[[int], None],
+        restart_engine: Callable[[int], Awaitable[object]],
         gateways: GatewayGroup | None = None,
     ) -> None:
         """`restart_engine(index)` restarts a dead engine on the current weights and asks its unfinished requests again.
 
         `gateways` run the agents, if the config names any.
         """
-        assert engines.news is rewards.news, "whoever waits hears of both"
+        assert engines.tasks is rewards.tasks, "whoever waits hears of both"
         self.engines = engines
         self.rewards = rewards
-        self.news = engines.news
-        """Events of rollouts and verdicts; its watchers are called while a thread waits."""
+        self.tasks = engines.tasks
+        """Rollouts, and news of them and their verdicts."""
         self.seed = seed
         self.gateways = gateways
         # An agent may do without the model for as long as its deadline allows.
@@ -75,7 +73,7 @@ class RolloutCollector:
         self.restart_engine = restart_engine
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
-        """Called in the loop with each group whose rollouts are all sampled and judged."""
+        """Called with each group whose rollouts are all sampled and judged."""
         self._under_way: dict[PromptKey, RolloutGroup] = {}
         """Groups of the training that are not whole."""
         self._begun: dict[tuple[PromptKey, int], RolloutInfo] = {}
@@ -106,15 +104,20 @@ class RolloutCollector:
                 "rollouts"
             )
         ordered = self._hints.longest_first(asked)
-        in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
+        self.go_on([groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
 
     def go_on(self, groups: Sequence[RolloutGroup], sampling: SamplingParams) -> None:
-        """Asks for what is missing of groups that an earlier attempt has `begun`, without waiting."""
-        in_loop(self._begin, groups, sampling)
+        """Asks for what is missing of groups, also of those that an earlier attempt has `begun`, without waiting."""
+        for group in groups:
+            self._num_missing += group.num_missing
+            if group.epoch >= 0:  # validation has another
+                self._under_way[group.key] = group
+            for index in set(range(group.num_generations)) - set(group.judged):
+                self.tasks.begin(self._run(group, index, sampling))
 
-    def unfinished(self, is_last: bool) -> list[RolloutGroup]:
-        """Groups of the training that are not whole, with what is sampled of them. Any thread may call it.
+    async def unfinished(self, is_last: bool) -> list[RolloutGroup]:
+        """Groups of the training that are not whole, with what is sampled of them.
 
         Each has the rollouts with a verdict, and what has none as `begun`. RuntimeError: no answer from engines; only
         if the run ends (`is_last`), they are asked while they do not sample.
@@ -122,17 +125,15 @@ class RolloutCollector:
         if not self._under_way or (self.engines.book.is_held and not is_last):
             return []
         try:
-            sampled = wait_in_loop(self.engines.unfinished(), UNFINISHED_S)
-        except (TimeoutError, futures.CancelledError) as error:
+            async with asyncio.timeout(UNFINISHED_S):
+                sampled = await self.engines.unfinished()
+        except TimeoutError as error:
             raise RuntimeError("engines do not tell what they have sampled of unfinished rollouts") from error
-        return in_loop(self._unfinished, sampled)
-
-    def _unfinished(self, sampled: Sequence[Rollout]) -> list[RolloutGroup]:
         found = {}
         for rollout in sampled:
             request = rollout.request
             found[(request.epoch, request.prompt_id), request.rollout_index] = rollout
-        groups = []
+        groups = list[RolloutGroup]()
         for key, group in self._under_way.items():
             begun = list[RolloutInfo]()
             for index in set(range(group.num_generations)) - set(group.judged):
@@ -146,8 +147,8 @@ class RolloutCollector:
                 groups.append(dataclasses.replace(group, rollouts=judged, begun=tuple(begun)))
         return groups
 
-    def wait(self, is_enough: Callable[[], bool]) -> None:
-        """Waits until `is_enough`.
+    async def wait(self, is_enough: Callable[[], bool], look: Callable[[], None] = lambda: None) -> None:
+        """Waits until `is_enough`; calls `look` meanwhile.
 
         Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these
         weights.
@@ -158,10 +159,10 @@ class RolloutCollector:
         """
         while not is_enough():
             for index in sorted(self.engines.book.lost):
-                self.restart_engine(index)
-            self._wait(lambda: is_enough() or bool(self.engines.book.lost))
+                await self.restart_engine(index)
+            await self._wait(lambda: is_enough() or bool(self.engines.book.lost), look)
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
 
         def is_drained() -> bool:
@@ -170,11 +171,11 @@ class RolloutCollector:
             has_engine = len(book.lost) < self.engines.num_engines
             return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
 
-        self._wait(is_drained)
+        await self._wait(is_drained)
 
-    def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
+    async def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on sampled groups; returns the groups, and seconds of scoring since the last call."""
-        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
+        await self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
         for group in groups:
             self._hints.note(group.prompt, [rollout.num_trained for rollout in group.rollouts])
         judged = groups if self.effort is None else [shape_effort(group, self.effort) for group in groups]
@@ -185,22 +186,11 @@ class RolloutCollector:
         before, self._busy_s = self._busy_s, self.engines.busy_s
         return (self._busy_s - before) / self.engines.num_engines
 
-    def _begin(self, groups: Sequence[RolloutGroup], sampling: SamplingParams) -> None:
-        for group in groups:
-            self._num_missing += group.num_missing
-            if group.epoch >= 0:  # validation has another
-                self._under_way[group.key] = group
-            for index in set(range(group.num_generations)) - set(group.judged):
-                asyncio.ensure_future(self._run(group, index, sampling))
-
     async def _run(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
-        try:
-            if self.gateways is not None and self.gateways.does(group.prompt.env_name):
-                await self._agent_rollout(self.gateways, group, index, sampling)
-            else:
-                await self._rollout(group, index, sampling)
-        except Exception as error:  # whoever waits raises it
-            self.news.fail(error)
+        if self.gateways is not None and self.gateways.does(group.prompt.env_name):
+            await self._agent_rollout(self.gateways, group, index, sampling)
+        else:
+            await self._rollout(group, index, sampling)
 
     async def _rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Samples a turn and has it judged; then the next one, or the rollout ends."""
@@ -224,7 +214,7 @@ class RolloutCollector:
                 self._begun[place] = info
             if not self.rewards.decides:
                 self._note_sampled(group, info)
-            self.news.tell(GENERATION)
+            self.tasks.tell(GENERATION)
             judged = await self.rewards.book.ask(info.request_id, (info, prompt, None))
             if isinstance(judged, tuple):
                 break
@@ -246,7 +236,7 @@ class RolloutCollector:
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, ended.info)
-        self.news.tell(GENERATION)
+        self.tasks.tell(GENERATION)
         verdict = ended.verdict
         # What sampled nothing has no form.
         if self.rewards.inspects and ended.info.finish_reason != "abort":
@@ -270,15 +260,15 @@ class RolloutCollector:
             if group.epoch >= 0:
                 self._under_way.pop(group.key, None)
             self.on_whole(group)
-        self.news.tell(GENERATION)
+        self.tasks.tell(GENERATION)
 
-    def _wait(self, is_enough: Callable[[], bool]) -> None:
+    async def _wait(self, is_enough: Callable[[], bool], look: Callable[[], None] = lambda: None) -> None:
         def who() -> list[str]:
             books = [self.engines.book, self.rewards.book, *([self.gateways.book] if self.gateways is not None else [])]
             return [*self._waits(), *(name for book in books for name in book.called())]
 
         try:
-            self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s)
+            await self.tasks.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, look=look)
         except Silence:
             limit = f"{rounded(self.deadline_s)} s (deadlines.generate_s)"
             if undecided := self.rewards.num_undecided:

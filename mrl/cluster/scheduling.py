@@ -9,7 +9,7 @@ dedicated engines.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -130,8 +130,8 @@ def lost_engine(lost: ActorLost) -> int:
     raise lost
 
 
-def until_no_engine_dies(
-    attempt: Callable[[set[int]], R], restart: Callable[[int], None], *, died: int | None = None
+async def until_no_engine_dies(
+    attempt: Callable[[set[int]], Awaitable[R]], restart: Callable[[int], Awaitable[None]], *, died: int | None = None
 ) -> tuple[R, set[int]]:
     """Repeats `attempt(restarted)` until no engine dies in it; its result, and the engines that were started again.
 
@@ -144,8 +144,8 @@ def until_no_engine_dies(
         try:
             if died is not None:
                 restarted.add(died)
-                restart(died)
+                await restart(died)
                 died = None
-            return attempt(restarted), restarted
+            return await attempt(restarted), restarted
         except ActorLost as lost:
             died = lost_engine(lost)

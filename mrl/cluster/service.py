@@ -16,8 +16,8 @@ import ray
 
 from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, VERDICTS, RequestBook
 from mrl.cluster.calls import Actors, answered
+from mrl.cluster.driver import DriverTasks
 from mrl.cluster.errors import ActorLost
-from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.scheduling import ENGINE, JUDGE
 from mrl.config.texts import rounded
 
@@ -70,7 +70,7 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         service: ServiceKind,
         num_actors: int,
         *,
-        news: News,
+        tasks: DriverTasks,
         log_folder: Path,
         deadline_s: float,
         start_s: float,
@@ -82,7 +82,7 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         An actor that gives no sign of life for `look_s` hangs, and is started again; None: who asks it notices.
         """
         super().__init__(service.name, deadline_s=deadline_s)
-        self.service, self.news, self.log_folder = service, news, log_folder
+        self.service, self.tasks, self.log_folder = service, tasks, log_folder
         self.start_s, self._look_s = start_s, look_s
         self._on_death = self._lose if service.waits_for_refit else self._restart
         self.book = RequestBook[Q, A](
@@ -90,16 +90,16 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             num_actors,
             self._carry,
             self._on_death,
-            news=news,
+            tasks=tasks,
             max_fruitless_restarts=max_restarts,
             num_calls=service.num_calls,
         )
         self._starts: dict[int, ray.ObjectRef[R]] = {}
-        self._watching: dict[int, asyncio.Task[None]] = {}
+
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
-            in_loop(self.book.begin, index)
-            in_loop(self._watch_soon, index)
+            self.book.begin(index)
+            self._watch_soon(index)
 
     @abstractmethod
     def _launch(self, index: int) -> tuple[ActorHandle[Any], ray.ObjectRef[R]]:
@@ -142,30 +142,27 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             return
         logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
         self.book.lost.add(index)
-        self.news.tell(self.service.wait)
+        self.tasks.tell(self.service.wait)
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         self.start_again(index, lost)
-        self.news.tell(self.service.wait, time.monotonic() + self.start_s)
+        self.tasks.tell(self.service.wait, time.monotonic() + self.start_s)
         self.book.begin(index)
 
     def _watch_soon(self, index: int, start_s: float | None = None) -> None:
-        self._watching[index] = asyncio.ensure_future(self._watch(index, self.handles[index], start_s))
+        self.tasks.begin(self._watch(index, self.handles[index], start_s))
 
     async def _watch(self, index: int, handle: ActorHandle[Any], start_s: float | None) -> None:
         """Notices that an actor dies or hangs which nobody asks. Limits its start to `start_s`."""
         try:
-            try:
-                await self._sign(index, self._starts[index], "start", start_s)
-                self._note_up()
-                while True:
-                    if await self._sign(index, handle.look.remote(), "work", self._look_s):
-                        self.book.note_answer(index)
-            except ActorLost as lost:
-                if handle is self.handles[index]:
-                    self._on_death(index, lost)
-        except Exception as error:  # whoever waits raises it
-            self.news.fail(error)
+            await self._sign(index, self._starts[index], "start", start_s)
+            self._note_up()
+            while True:
+                if await self._sign(index, handle.look.remote(), "work", self._look_s):
+                    self.book.note_answer(index)
+        except ActorLost as lost:
+            if handle is self.handles[index]:
+                self._on_death(index, lost)
 
     async def _sign(self, index: int, reference: ray.ObjectRef[T], what: str, limit_s: float | None) -> T:
         try:

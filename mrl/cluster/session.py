@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from conversion.files.durable import remove_file
 from mrl import startup
+from mrl.cluster.driver import DriverTasks, driver_tasks, in_worker
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.event_loop import News, tasks_ended
 from mrl.cluster.gateway import start_gateways
 from mrl.cluster.judge_engines import start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
@@ -29,6 +36,8 @@ from mrl.plan.deadlines import checkpoint_deadline
 from mrl.types import Prompt, TrainSequence
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -57,6 +66,14 @@ class PolicySession:
 
     def loading(self) -> AbstractContextManager[None]:
         """Inside the `with` block the policy can load a checkpoint."""
+        return nullcontext()
+
+    async def on_ranks(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Awaits a function that calls ranks."""
+        return await in_worker(function, *arguments, **options)
+
+    def room(self, *, is_needed: bool) -> AbstractAsyncContextManager[None]:
+        """Inside the `async with` block nobody needs to make room."""
         return nullcontext()
 
 
@@ -103,6 +120,15 @@ class RolloutSession:
         for model in sorted(models, key=takes):
             models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
+    async def on_ranks(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Awaits a function that enters phases. From here to the next refit nothing more is asked of colocated engines.
+
+        What a signal has left under way is not sampled without a KV cache.
+        """
+        if self.engines.are_colocated:
+            self.engines.book.hold(True)
+        return await in_worker(function, *arguments, **options)
+
     def make_room(self) -> None:
         """Moves all models but the policy off the devices, as engines need the memory now."""
         for group in self.models_beside.values():
@@ -147,54 +173,57 @@ class RolloutSession:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside the `with` block all trained models are in the phase where saves begin. Engines keep their weights."""
+        """Inside the `with` block all trained models are in the phase where saves begin; see `room`."""
         deadline_s = checkpoint_deadline(self.config).seconds
-        # The policy saves from where it is: engines need not make room for it.
-        with self.without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
-            for group in self.trained_models.values():
-                group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
-            yield
-            for group in self.trained_models.values():
-                group.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
+        for group in self.trained_models.values():
+            group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
+        yield
+        for group in self.trained_models.values():
+            group.call(PolicyVerbs.enter, "generate", deadline_s=deadline_s)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Inside the `with` block, between refit zero and the first refit, all trained models can load a checkpoint."""
         beside = [group for model, group in self.trained_models.items() if model != "policy"]
-        with self.without_cache(self.policies.start_s):
-            for group in beside:
-                group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
-            yield
-            for group in beside:
-                group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
-
-    @contextmanager
-    def without_cache(self, deadline_s: float) -> Iterator[None]:
-        """Inside the `with` block colocated engines, refitted before, leave their KV cache memory to the models."""
-        if self.engines.are_colocated:
-            self.engines.enter("checkpoint", deadline_s=deadline_s)
+        for group in beside:
+            group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
         yield
-        if self.engines.are_colocated:
-            self.engines.enter("generate", deadline_s=deadline_s)
+        for group in beside:
+            group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
+
+    @asynccontextmanager
+    async def room(self, *, is_needed: bool) -> AsyncIterator[None]:
+        """Inside the `async with` block colocated engines, refitted before, leave their KV cache memory to the models.
+
+        Without `is_needed`, to save, only if there are several: the policy saves from where it is.
+        """
+        if not self.engines.are_colocated or not (is_needed or len(self.trained_models) > 1):
+            yield
+            return
+        deadline_s = self.policies.start_s if is_needed else checkpoint_deadline(self.config).seconds
+        await self.on_ranks(self.engines.enter, "checkpoint", deadline_s=deadline_s)
+        yield
+        await in_worker(self.engines.enter, "generate", deadline_s=deadline_s)
+        self.engines.book.hold(False)
 
 
 Session = PolicySession | RolloutSession
 
 
-@contextmanager
-def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[RolloutSession]:
-    """All actors of a run, in the `with` block; policy and engines each loaded the model folder by their own loader."""
-    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
-        rewards = Rewards(config, placement, log_folder=log_folder)
-        judges = start_judges(config, placement, log_folder=log_folder, news=rewards.news)
-        models, engines, refit = start_models(
-            config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news
+@asynccontextmanager
+async def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> AsyncIterator[RolloutSession]:
+    """All actors of a run, in the block; policy and engines each loaded the model folder by their own loader."""
+    async with placed_tasks(config, log_folder) as (placement, tasks):
+        rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
+        judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
+        models, engines, refit = await start_models(
+            config, placement, pad_token_id=pad_token_id, log_folder=log_folder, tasks=tasks
         )
         policies = models.pop("policy")
         apart = {model: models.pop(model) for model in config.own_nodes}
-        rewards.wait_until_built()
+        await in_worker(rewards.wait_until_built)
         startup.lap("rewards")
-        gateways = start_gateways(config, placement, engines, judges, log_folder=log_folder)
+        gateways = await start_gateways(config, placement, engines, judges, log_folder=log_folder)
         restart = refit.restart_engine
         collector = RolloutCollector(
             config, engines, rewards, seed=config.rollouts.seed, restart_engine=restart, gateways=gateways
@@ -216,37 +245,43 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
         yield PolicySession(policies, reference)
 
 
-@contextmanager
-def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
-    """Engines and rewards alone, in the `with` block; engines sample from the model's weights as `weight_version`."""
-    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
-        rewards = Rewards(config, placement, log_folder=log_folder)
-        judges = start_judges(config, placement, log_folder=log_folder, news=rewards.news)
-        engines = EngineGroup(config, placement, log_folder=log_folder, news=rewards.news)
-        engines.wait_until_built()
-        rewards.wait_until_built()
+@asynccontextmanager
+async def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> AsyncIterator[RolloutCollector]:
+    """Engines and rewards alone, in the block; engines sample from the model's weights as `weight_version`."""
+    async with placed_tasks(config, log_folder) as (placement, tasks):
+        rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
+        judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
+        engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)
+        await in_worker(engines.wait_until_built)
+        await in_worker(rewards.wait_until_built)
 
         def serve(indices: Sequence[int]) -> None:
             engines.call(EngineVerbs.enter, "refit", only=indices)
             engines.call(EngineVerbs.serve, weight_version, only=indices)
 
-        def restart(index: int) -> None:
-            until_no_engine_dies(lambda restarted: serve(sorted(restarted)), engines.restart, died=index)
-            engines.serve_again(index)
+        async def attempt(restarted: set[int]) -> None:
+            await in_worker(serve, sorted(restarted))
 
-        serve(range(engines.num_engines))
-        gateways = start_gateways(config, placement, engines, judges, log_folder=log_folder)
+        async def restart(index: int) -> None:
+            await until_no_engine_dies(attempt, engines.restart, died=index)
+            engines.book.begin(index)
+
+        await in_worker(serve, range(engines.num_engines))
+        gateways = await start_gateways(config, placement, engines, judges, log_folder=log_folder)
         yield RolloutCollector(
             config, engines, rewards, seed=config.eval.seed, restart_engine=restart, gateways=gateways
         )
 
 
-@contextmanager
-def endpoints_removed(log_folder: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        remove_file(log_folder / FILE_NAME)
+@asynccontextmanager
+async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, DriverTasks]]:
+    """Ray, a place for every slot, and the driver's tasks, inside the block."""
+    with placed_slots(config, log_folder) as placement:
+        try:
+            async with driver_tasks() as tasks:
+                yield placement, tasks
+        finally:
+            remove_file(log_folder / FILE_NAME)
 
 
 def start_apart(config: RunConfig, ranks: Ranks, model: ModelName, *, pad_token_id: int) -> PolicyGroup:
@@ -256,11 +291,20 @@ def start_apart(config: RunConfig, ranks: Ranks, model: ModelName, *, pad_token_
     return group
 
 
-def start_models(
-    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, news: News | None = None
+async def start_models(
+    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, tasks: DriverTasks
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
     """Models of ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
-    engines = EngineGroup(config, placement, log_folder=log_folder, news=news)
+    engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)
+    models, refit = await in_worker(
+        _start_models, config, placement, engines, pad_token_id=pad_token_id, log_folder=log_folder
+    )
+    return models, engines, refit
+
+
+def _start_models(
+    config: RunConfig, placement: Placement, engines: EngineGroup, *, pad_token_id: int, log_folder: Path
+) -> tuple[dict[ModelName, PolicyGroup], Refitter]:
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
     apart = {model: Ranks(config, placement, log_folder=log_folder, own=model) for model in config.own_nodes}
@@ -286,4 +330,4 @@ def start_models(
     )
     refit = Refitter(config, placement, policies, engines)
     startup.lap("schedule")
-    return models, engines, refit
+    return models, refit

@@ -28,6 +28,7 @@ from conversion.files.limits import flush_console, within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
+from mrl.cluster.driver import AT_WORK
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
@@ -376,12 +377,16 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 
 def innermost(stacks: str) -> str:
-    """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say."""
+    """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say.
+
+    While the driver's worker is at work, it is where that is: the main thread awaits it.
+    """
     # Python lists the threads from the youngest on, at most 100, then "..."; the main thread is the oldest.
     if stacks.rstrip().endswith("\n..."):
         return ""
     threads = [text for text in stacks.split("\n\n") if "most recent call first" in text]
-    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall("".join(threads[-1:]))]
+    working = [text for text in threads if f" in {AT_WORK}\n" in text]
+    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall("".join((working or threads)[-1:]))]
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
     return next(iter(collectives or frames), "")
 

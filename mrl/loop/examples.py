@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mrl.algo.supervised import perplexity
+from mrl.cluster.driver import in_worker
 from mrl.cluster.payload import put_batch
 from mrl.cluster.session import Session, start_policies
 from mrl.cluster.verbs import PolicyVerbs
@@ -47,9 +48,12 @@ class ExampleSupplier:
         """The order of the examples, which keeps that of the epoch under way."""
         return prompt_order(self.config, self.data.train.sizes)
 
-    def prove_weights(self) -> None: ...
+    async def prove_weights(self) -> None: ...
 
-    def take(self, state: RunState, step: Step) -> list[Batch]:
+    async def take(self, state: RunState, step: Step) -> list[Batch]:
+        return await in_worker(self._take, state, step)
+
+    def _take(self, state: RunState, step: Step) -> list[Batch]:
         examples, config = self.data.train, self.config
         batch_size = config.policy.train_global_batch_size
         picked = self.order.at(state.step * batch_size, batch_size)
@@ -57,11 +61,14 @@ class ExampleSupplier:
         self.folder.ledger.take(step.number, step.trained)
         return [self._batch([examples[index] for _, index in picked], config.policy)]
 
-    def refit(self, state: RunState) -> dict[str, float]:
+    async def refit(self, state: RunState) -> dict[str, float]:
         return {}
 
-    def validate(self, state: RunState) -> dict[str, float]:
+    async def validate(self, state: RunState) -> dict[str, float]:
         """Loss and related metrics over held-out learned tokens (sft) or held-out pairs, under NeMo RL's names."""
+        return await self.session.on_ranks(self._validate, state)
+
+    def _validate(self, state: RunState) -> dict[str, float]:
         config, training, held_out = self.config, self.config.training, self.data.validation
         assert not isinstance(training, GrpoConfig | DistillationConfig), "these validate by rollouts"
         size, num_batches = training.val_global_batch_size, training.val_batches
@@ -99,13 +106,12 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
     num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
     config = with_value(config, f"{config.algorithm}.max_num_steps", num_steps)
 
-    @contextmanager
-    def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[ExampleSupplier]]:
-        with (
-            start_policies(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
-            open_saver(config, folder, session) as saver,
-        ):
-            supplier = ExampleSupplier(config, data, folder, session, sequence_cost(config.policy.model_name))
-            yield Run(config, folder, supplier, saver, budget, num_steps)
+    @asynccontextmanager
+    async def open_run(folder: RunFolder, budget: Budget) -> AsyncIterator[Run[ExampleSupplier]]:
+        log_folder = folder.log_folder / "actors"
+        with start_policies(config, pad_token_id=data.pad_token_id, log_folder=log_folder) as session:
+            async with open_saver(config, folder, session) as saver:
+                supplier = ExampleSupplier(config, data, folder, session, sequence_cost(config.policy.model_name))
+                yield Run(config, folder, supplier, saver, budget, num_steps)
 
     return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)

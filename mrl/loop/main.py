@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mrl import ENVIRONMENT, check, env, startup
@@ -35,7 +36,7 @@ from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
 
-Train = Callable[[Run[Supplier], RunState], None]
+Train = Callable[[Run[Supplier], RunState], Awaitable[None]]
 
 
 def prepare(config: RunConfig) -> Training[Supplier]:
@@ -53,11 +54,11 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
     return folder
 
 
-@contextmanager
-def start_run(
+@asynccontextmanager
+async def start_run(
     training: Training[Supplier], folder: RunFolder, checkpoint: Checkpoint | None, budget: Budget
-) -> Iterator[tuple[Run[Supplier], RunState]]:
-    """Starts all processes and loggers of a run in the `with` block, from a checkpoint on, and says what is ahead.
+) -> AsyncIterator[tuple[Run[Supplier], RunState]]:
+    """Starts all processes and loggers of a run in the block, from a checkpoint on, and says what is ahead.
 
     A signal or the time limit ends the block, once the last finished step is saved.
     """
@@ -68,20 +69,20 @@ def start_run(
         "step_s": folder.measured("time/total", num_steps=20),
     }
     logger.info("%s", outlook(config, first_step=first_step, last_step=training.num_steps, **times))
-    with (
-        training.open(folder, budget) as run,
-        folder.open_loggers() as loggers,
-        watch_hosts(config, None if loggers.is_empty else loggers.log_host),
-    ):
-        folder.next_metrics["time/start"] = time.monotonic() - started
-        state = run.begin(checkpoint)
-        with run.saved(state):
-            yield run, state
+    async with training.open(folder, budget) as run:
+        with (
+            folder.open_loggers() as loggers,
+            watch_hosts(config, None if loggers.is_empty else loggers.log_host),
+        ):
+            folder.next_metrics["time/start"] = time.monotonic() - started
+            state = await run.begin(checkpoint)
+            async with run.saved(state):
+                yield run, state
     if masked := run.masks.text():
         logger.warning("In the steps of this attempt %s", masked)
 
 
-def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
+async def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs configured steps from the newest checkpoint. False if the budget ended first: the same command goes on."""
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     while checkpoint is not None and (
@@ -94,8 +95,8 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
             logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
             return True
         checkpoint = folder.pass_over(checkpoint, damage)
-    with start_run(training, folder, checkpoint, budget) as (run, state):
-        train(run, state)
+    async with start_run(training, folder, checkpoint, budget) as (run, state):
+        await train(run, state)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     if Path(sys.prefix) == ENVIRONMENT and env.VIRTUAL_ENV.read() is None:
         logger.info("For further commands: source %s/bin/activate", ENVIRONMENT)
@@ -136,7 +137,7 @@ def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget
     actors = folder.log_folder / "actors"
     try:
         with folder:
-            is_done = run_attempt(train, training, folder, budget)
+            is_done = asyncio.run(run_attempt(train, training, folder, budget))
     except (NoSignal, TooManySkipped) as error:
         return FAILED, str(error)
     except (Disagreement, NoWholeCheckpoint) as error:

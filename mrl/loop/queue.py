@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import has_signal
+from mrl.cluster.driver import in_worker
 from mrl.config.schema.run import RunConfig
 from mrl.data.difficulty import DifficultyPools
 from mrl.data.order import prompt_order
@@ -148,7 +149,7 @@ class RolloutQueue:
         self._num_regenerated = 0
         self._taken_at = time.monotonic()
 
-    def take(self, state: RunState, clock: Clock) -> Supplied | None:
+    async def take(self, state: RunState, clock: Clock) -> Supplied | None:
         """Waits for groups of the step after `state`. None: prompts used up; Stopped from NoSignal: too few count."""
         plan, step = self.plan, state.step + 1
         ready, self._surplus = self._surplus, []
@@ -170,10 +171,10 @@ class RolloutQueue:
                     f"differ{''.join(masked)}; use prompts that are sometimes solved, raise "
                     "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
                 )
-            self._fill(step, state.weight_version)
+            await self._fill(step, state.weight_version)
             with clock.phase("generation"):
-                looked_at = self._wait_for_batch(state.weight_version)
-            batch = self._judge(looked_at, clock)
+                looked_at = await self._wait_for_batch(state.weight_version)
+            batch = await self._judge(looked_at, clock)
             if not looked_at:
                 return None
             num_batches += 1
@@ -219,7 +220,7 @@ class RolloutQueue:
         }
         return Supplied(groups, dropped, sampled or groups, seconds, metrics)
 
-    def sample(
+    async def sample(
         self,
         asked: Sequence[tuple[int, Prompt]],
         sampling: SamplingParams,
@@ -231,34 +232,38 @@ class RolloutQueue:
         """Groups of prompts outside the order, drawn from the engines' current weights."""
         groups = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
         with clock.phase("generation"):
-            self._wait_for(groups, len(groups))
-        return self._judge(groups, clock)
+            await self._wait_for(groups, len(groups))
+        return await self._judge(groups, clock)
 
-    def pause(self) -> dict[str, float]:
+    async def pause(self) -> dict[str, float]:
         """Waits for rollouts under way, if planned. Call it before engines get new weights. Stopped: by a signal."""
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()
-        self._source.drain()
+        await self._source.drain()
         return {"refit/drain_seconds": time.monotonic() - start}
 
-    def go_on(self, state: RunState) -> None:
+    async def go_on(self, state: RunState) -> None:
         """Asks for prompts of later steps. Call it after the engines got new weights."""
         if self.plan.samples_ahead and state.step < self._last_step:
-            self._fill(state.step + 1, state.weight_version)
+            await self._fill(state.step + 1, state.weight_version)
 
-    def _fill(self, step: int, weight_version: int) -> None:
+    async def _fill(self, step: int, weight_version: int) -> None:
         """Asks for as many prompts as there is room for, and that steps are left for."""
         again, self._again = self._again, []
         self._num_regenerated += len(again)
         self._ask(again, weight_version)
         most = self.plan.batch * (min(self.plan.lag, self._last_step - step) + 1)
         room = min(most, self.plan.under_way) - len(self._asked)
-        new = list(islice(self._prompts, max(0, room)))
+        new, revived = await in_worker(self._next, step, max(0, room))
+        self._ask(new, weight_version, revived)
+
+    def _next(self, step: int, room: int) -> tuple[list[tuple[int, Prompt]], dict[PromptKey, RolloutGroup]]:
+        """The next prompts, which the ledger notes, and the groups of them that an earlier attempt has kept."""
+        new = list(islice(self._prompts, room))
         if new:
             self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
-        revived = {group.key: group for group in (self._revive(*one) for one in new) if group is not None}
-        self._ask(new, weight_version, revived)
+        return new, {group.key: group for group in (self._revive(*one) for one in new) if group is not None}
 
     def _ask(
         self,
@@ -281,7 +286,7 @@ class RolloutQueue:
         sampled = [group for group in list(self._asked.values()) if group.num_missing == 0 and group.num_unjudged > 0]
         return sum(group.oldest_version <= weight_version for group in sampled)
 
-    def _wait_for_batch(self, weight_version: int) -> list[RolloutGroup]:
+    async def _wait_for_batch(self, weight_version: int) -> list[RolloutGroup]:
         size = min(self.plan.batch, len(self._asked))
         is_choosing, first = self.plan.freshest_first or self.plan.takes_first, self.plan.takes_first
         while True:
@@ -296,8 +301,8 @@ class RolloutQueue:
                 if (first or self._num_too_old[one.key] >= MAX_TOO_OLD)
                 and weight_version - one.weight_version >= self.plan.lag
             ]
-            self._wait_for(last, len(last))
-            self._wait_for(wanted, size)
+            await self._wait_for(last, len(last))
+            await self._wait_for(wanted, size)
             ready = [group for group in wanted if group.num_missing == 0]
             stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
             if not stale:
@@ -306,7 +311,7 @@ class RolloutQueue:
                 age = 1 if first else -1
                 return sorted(ready, key=lambda one: (one not in last, age * one.oldest_version))[:size]
             # Finish judging them before asking again: new rollouts have the same keys.
-            self._source.judge(stale)
+            await self._source.judge(stale)
             self._num_regenerated += len(stale)
             self._num_too_old.update(group.key for group in stale)
             if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
@@ -319,8 +324,8 @@ class RolloutQueue:
                 )
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
-    def _wait_for(self, groups: Sequence[RolloutGroup], num_groups: int) -> None:
-        self._source.news.look()
+    async def _wait_for(self, groups: Sequence[RolloutGroup], num_groups: int) -> None:
+        self._source.tasks.check()
         num_missing = sum(group.num_missing for group in groups)
         if num_missing == 0:
             return
@@ -331,12 +336,11 @@ class RolloutQueue:
                 before, num_missing = num_missing, sum(group.num_missing for group in groups)
                 progress.update(before - num_missing)
 
-            with self._source.news.watched_by(show):
-                self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups)
+            await self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups, show)
 
-    def _judge(self, groups: Sequence[RolloutGroup], clock: Clock) -> list[RolloutGroup]:
+    async def _judge(self, groups: Sequence[RolloutGroup], clock: Clock) -> list[RolloutGroup]:
         with clock.phase("reward"):
-            judged, scoring_s = self._source.judge(groups)
+            judged, scoring_s = await self._source.judge(groups)
         clock.overlap("reward", scoring_s)
         return judged
 

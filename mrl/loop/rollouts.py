@@ -5,16 +5,19 @@ rewards.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent import futures
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.algo.rewards import is_lone, without_lone
+from mrl.cluster.driver import in_worker
 from mrl.config.model import with_value
 from mrl.config.rules.data import gives_accuracy, is_agent
 from mrl.config.schema.run import RunConfig
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Validation draws the same random numbers every time, so that its curve moves by the weights alone.
 VALIDATION_EPOCH = -1
+# The event loop answers another thread at once, and engines within less, unless the run ends.
+ASK_S = 30.0
 
 
 @dataclass
@@ -60,26 +65,28 @@ class RolloutSupplier:
     """Rollouts that outlive the attempt."""
     has_told_sharing: bool = False
 
-    def prove_weights(self) -> None:
+    async def prove_weights(self) -> None:
         refit = self.session.refit
-        report = refit.zero()
-        self.folder.note_refit(
-            about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes)
-        )
+        report = await refit.zero()
+        about = about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes)
+        await in_worker(self.folder.note_refit, about)
         if self.config.policy.generation.compare_at_start and len(self.data.train):
             from mrl.cluster.agreement import compare_at_start  # with Ray
 
-            figures = compare_at_start(self.session, self.data.train)
+            figures = await compare_at_start(self.session, self.data.train)
             logger.info("Trainer and engine compute the same model: %s", figures)
 
-    def take(self, state: RunState, step: Step) -> list[Batch]:
+    async def take(self, state: RunState, step: Step) -> list[Batch]:
         """Scored rollouts, with advantages, in packed batches."""
-        return self.pack(self.sequences(self.sample(state, step), step), step)
+        groups = await self.sample(state, step)
+        # Teachers on the policy's ranks work in a phase of their own.
+        work = self.session.on_ranks if self.config.teachers else in_worker
+        return await work(lambda: self.pack(self.sequences(groups, step), step))
 
-    def sample(self, state: RunState, step: Step) -> list[RolloutGroup]:
+    async def sample(self, state: RunState, step: Step) -> list[RolloutGroup]:
         """The judged groups of the step after `state`."""
         self.watch.num_steps = int(state.metrics.get(NO_SIGNAL_IN_A_ROW, 0))
-        supplied = self.queue.take(state, step.clock)
+        supplied = await self.queue.take(state, step.clock)
         if supplied is None:
             logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
             raise Stopped
@@ -143,31 +150,31 @@ class RolloutSupplier:
                 logger.info("%s", text)
         return batches
 
-    def refit(self, state: RunState) -> dict[str, float]:
+    async def refit(self, state: RunState) -> dict[str, float]:
         try:
-            metrics = self.queue.pause()
+            metrics = await self.queue.pause()
         except Stopped:
             # The run saves this step and ends: agents may need longer than it has, and nothing samples again.
-            self.session.skip_refit()
+            await in_worker(self.session.skip_refit)
             return {}
         # False at a resume: the engines hold the model folder's weights.
         is_current = state.weight_version == self.session.refit.weight_version
         if is_current and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
             # A critic was trained alone. Colocated engines gave their memory away.
-            self.session.skip_refit()
+            await in_worker(self.session.skip_refit)
         else:
             if not self.config.trains_policy(state.step):
                 # Otherwise the critic has left when the policy began to train.
-                self.session.make_room()
-            report = self.session.refit.run()
+                await in_worker(self.session.make_room)
+            report = await self.session.refit.run()
             state.weight_version = report.weight_version
             metrics |= report.metrics()
         if self.kept is not None:
-            self.kept.follow(state, self.folder.ledger.state)
-        self.queue.go_on(state)
+            await in_worker(self.kept.follow, state, self.folder.ledger.state)
+        await self.queue.go_on(state)
         return metrics
 
-    def validate(self, state: RunState) -> dict[str, float]:
+    async def validate(self, state: RunState) -> dict[str, float]:
         """Accuracy on the held-out prompts."""
         asked = [(VALIDATION_EPOCH, prompt) for prompt in self.data.validation]
         if not asked:
@@ -175,12 +182,12 @@ class RolloutSupplier:
         sampling = validation_sampling(self.data.sampling, self.config.policy.generation)
         num_generations = self.config.rollouts.val_num_generations_per_prompt
         try:
-            groups = self.queue.sample(
+            groups = await self.queue.sample(
                 asked, sampling, num_generations=num_generations, weight_version=state.weight_version, clock=Clock()
             )
         except Stopped:
             return {}
-        self.folder.log_samples(state.step, "validation", groups)
+        await in_worker(self.folder.log_samples, state.step, "validation", groups)
         # By who judges, not by the rewards of a step: one name for the whole run.
         is_accuracy = all(gives_accuracy(group.prompt.env_name, self.config.env) for group in groups)
         metrics = validation_metrics(groups, is_accuracy=is_accuracy)
@@ -191,11 +198,11 @@ class RolloutSupplier:
         return metrics
 
 
-@contextmanager
-def open_kept(
+@asynccontextmanager
+async def open_kept(
     config: RunConfig, folder: RunFolder, identity: Identity, collector: RolloutCollector, *, last_step: int
-) -> Iterator[KeptRollouts | None]:
-    """Keeps a run's rollouts in the `with` block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
+) -> AsyncIterator[KeptRollouts | None]:
+    """Keeps a run's rollouts in the block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
     section = config.checkpointing
     if not section.enabled or not section.keep_rollouts_gb:
         drop_kept(folder.path / KEPT)
@@ -226,10 +233,23 @@ def open_kept(
     collector.on_whole = note
     try:
         yield kept
-        kept.write_last()
+        await in_worker(kept.write_last)
     finally:
         is_over.set()
-        kept.close()
+        await in_worker(kept.close)
+
+
+def asked_by_thread(collector: RolloutCollector) -> Callable[[bool], list[RolloutGroup]]:
+    """Gives the thread that keeps rollouts `RolloutCollector.unfinished` of the present event loop."""
+    loop = asyncio.get_running_loop()
+
+    def unfinished(is_last: bool) -> list[RolloutGroup]:
+        try:
+            return asyncio.run_coroutine_threadsafe(collector.unfinished(is_last), loop).result(ASK_S)
+        except (TimeoutError, futures.CancelledError) as error:
+            raise RuntimeError("the run ends") from error
+
+    return unfinished
 
 
 def reviver(kept: KeptRollouts | None) -> Revive:
@@ -259,18 +279,18 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
 
     identity = identity_of(config, data.train, data.left_out)
 
-    @contextmanager
-    def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
-        with (
+    @asynccontextmanager
+    async def open_run(folder: RunFolder, budget: Budget) -> AsyncIterator[Run[RolloutSupplier]]:
+        async with (
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
             open_kept(config, folder, identity, session.collector, last_step=num_steps) as kept,
             open_saver(config, folder, session, kept) as saver,
-            session.collector.news.watched_by(budget.check),
         ):
             collector, ledger = session.collector, folder.ledger
+            collector.tasks.checks.append(budget.check)
             queue = open_queue(config, data, collector, ledger, last_step=num_steps, revive=reviver(kept))
             if kept is not None:
-                kept.watch(queue.num_unjudged, collector.unfinished)
+                kept.watch(queue.num_unjudged, asked_by_thread(collector))
             supplier = RolloutSupplier(
                 config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept
             )

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, TypeVar
 
 from mrl import startup
+from mrl.cluster.driver import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.texts import counted
 from mrl.loop.signal_watch import MaskTally, NoSignal, reason_of_masks
@@ -89,23 +90,24 @@ class Supplier(Protocol):
     @property
     def session(self) -> Session: ...
 
-    def prove_weights(self) -> None:
+    async def prove_weights(self) -> None:
         """Refit zero: proves that policy and engines hold the same starting weights. Without engines, nothing."""
         ...
 
-    def take(self, state: RunState, step: Step) -> list[Batch]:
+    async def take(self, state: RunState, step: Step) -> list[Batch]:
         """A batch per optimizer update of the step after `state`; Stopped: a signal came, or prompts are used up."""
         ...
 
-    def refit(self, state: RunState) -> dict[str, float]:
+    async def refit(self, state: RunState) -> dict[str, float]:
         """Moves the policy's weights into every engine and verifies them there; `state` gets the new weight version."""
         ...
 
-    def validate(self, state: RunState) -> dict[str, float]:
+    async def validate(self, state: RunState) -> dict[str, float]:
         """Metrics on held-out data; empty if there are none."""
         ...
 
 
+P = ParamSpec("P")
 S_co = TypeVar("S_co", bound=Supplier, covariant=True)
 
 
@@ -132,24 +134,25 @@ class Run(Generic[S_co]):
         """Sets `is_over` after `step`: the last, one the budget makes the last, or one validated well enough."""
         self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.rollouts, metrics)
 
-    def begin(self, checkpoint: Checkpoint | None) -> RunState:
+    async def begin(self, checkpoint: Checkpoint | None) -> RunState:
         """Resumes, and validates a run without steps. From here a signal is for the run, which saves its last step."""
-        state = self.resume(checkpoint)
+        state = await self.resume(checkpoint)
         self.budget.begin(saves=self.config.checkpointing.enabled, has_steps=checkpoint is not None)
-        if state.step == 0 and self.config.training.val_at_start and (metrics := self.supplier.validate(state)):
+        if state.step == 0 and self.config.training.val_at_start and (metrics := await self.supplier.validate(state)):
             state.metrics = metrics
-            self.folder.log_metrics(0, metrics)
+            await in_worker(self.folder.log_metrics, 0, metrics)
             startup.lap("validation")
         self.decide_end(state.step, state.metrics)
         return state
 
-    def resume(self, checkpoint: Checkpoint | None) -> RunState:
+    async def resume(self, checkpoint: Checkpoint | None) -> RunState:
         """Proves that engines and policy start with equal weights; loads a whole checkpoint, if any; refits engines."""
-        self.supplier.prove_weights()
+        await self.supplier.prove_weights()
         startup.lap("refit_zero")
-        state = self.saver.load(checkpoint, last_step=self.last_step)
+        async with self.session.room(is_needed=True) if checkpoint is not None else nullcontext():
+            state = await in_worker(self.saver.load, checkpoint, last_step=self.last_step)
         startup.lap("checkpoint")
-        self.supplier.refit(state)
+        await self.supplier.refit(state)
         startup.lap("refit")
         return state
 
@@ -157,15 +160,20 @@ class Run(Generic[S_co]):
         """True when the run has made all of its steps; else the same command goes on."""
         return state.step == self.last_step or not self.budget.is_over
 
-    @contextmanager
-    def saved(self, state: RunState) -> Iterator[None]:
-        """Saves the last finished step if the `with` block ends by Stopped, and raises its cause, if any."""
+    @asynccontextmanager
+    async def saved(self, state: RunState) -> AsyncIterator[None]:
+        """Saves the last finished step if the `async with` block ends by Stopped, and raises its cause, if any."""
         try:
             yield
         except Stopped as end:
-            self.saver.save_last(state)
+            await self.save(self.saver.save_last, state)
             if end.__cause__ is not None:
                 raise end.__cause__ from None
+
+    async def save(self, save: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> None:
+        """Awaits a save, for which engines make room."""
+        async with self.session.room(is_needed=False):
+            await in_worker(save, *arguments, **options)
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
@@ -215,17 +223,17 @@ class Run(Generic[S_co]):
         if path is not None and problem:
             logger.error("The batch of step %d is recorded in %s: %s", step, path, problem)
 
-    def refit(self, state: RunState, step: Step) -> None:
+    async def refit(self, state: RunState, step: Step) -> None:
         """Counts the step as trained, and has engines sample from new weights, once checksums over all bytes agree."""
-        self.folder.ledger.train(step.number, step.trained, step.dropped, step.rewards)
+        await in_worker(self.folder.ledger.train, step.number, step.trained, step.dropped, step.rewards)
         state.step, state.metrics = step.number, step.metrics
         if self.config.has_engines:
             with step.clock.phase("refit"):
-                step.metrics |= self.supplier.refit(state)
+                step.metrics |= await self.supplier.refit(state)
 
-    def end_step(self, state: RunState, step: Step) -> None:
+    async def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
-        self.folder.note_masked(self.masks.count(step.groups).by_kind())
+        await in_worker(self.folder.note_masked, self.masks.count(step.groups).by_kind())
         masked = (
             reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
         )
@@ -239,21 +247,24 @@ class Run(Generic[S_co]):
             )
         if self.is_validation_due(step.number):
             with step.clock.phase("validation"):
-                step.metrics |= self.supplier.validate(state)
+                step.metrics |= await self.supplier.validate(state)
         self.folder.print_header(step.number, self.last_step)
         self.budget.count_step()
         self.decide_end(step.number, step.metrics)
         if self.is_save_due(step.number):
             with step.clock.phase("checkpoint"):
-                self.saver.begin(state, waits=self.is_over)
+                await self.save(self.saver.begin, state, waits=self.is_over)
+        await in_worker(self._log, step)
+        self.check_skipped(step)
+        self.check_masked(step, masked)
+
+    def _log(self, step: Step) -> None:
         step.metrics |= step.clock.metrics() | self.saver.take_metrics()
         if step.batches:
             step.metrics |= performance_metrics(
                 self.config, step.batches, step.metrics, device=self.session.policies.device
             )
         self.folder.log_step(step.number, step.metrics, step.groups, step.sequences, step.tokens)
-        self.check_skipped(step)
-        self.check_masked(step, masked)
 
     def check_skipped(self, step: Step) -> None:
         """Ends a run where too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""
@@ -326,8 +337,8 @@ class Training(Generic[S_co]):
     num_steps: int
     left_out: list[LeftOut]
     identity: Identity
-    open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]
-    """Starts all processes, which live inside the `with` block."""
+    open: Callable[[RunFolder, Budget], AbstractAsyncContextManager[Run[S_co]]]
+    """Starts all processes, which live inside the `async with` block."""
 
 
 def is_due(step: int, period: int) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
 from conversion.files.manifest import WRITTEN, read_written
+from mrl.cluster.driver import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import step_span
@@ -236,18 +237,18 @@ class CheckpointSaver:
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
 
 
-@contextmanager
-def open_saver(
+@asynccontextmanager
+async def open_saver(
     config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None
-) -> Iterator[CheckpointSaver]:
-    """Saves checkpoints inside the `with` block. Its end waits for the save under way, also after a signal."""
+) -> AsyncIterator[CheckpointSaver]:
+    """Saves checkpoints inside the block. Its end waits for the save under way, also after a signal."""
     saver = CheckpointSaver(config, folder, session, kept)
     try:
         yield saver
     except (KeyboardInterrupt, SystemExit):
-        saver.finish()
+        await in_worker(saver.finish)
         raise
     except BaseException:
-        saver.abandon()
+        await in_worker(saver.abandon)
         raise
-    saver.finish()
+    await in_worker(saver.finish)

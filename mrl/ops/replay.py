@@ -14,7 +14,7 @@ import argparse
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from mrl.config.overrides import quoted
 from mrl.config.secrets import start_logging
 from mrl.data.batch import make_batches
 from mrl.loop.learning import layout_of, learn, tensors_of
+from mrl.loop.main import Train
 from mrl.loop.main import main as run_command
 from mrl.loop.preflight import check_start
 from mrl.metrics import repeats
@@ -212,12 +213,12 @@ def config_of(run: Path, step: int) -> Path:
     return next((path for folder in (made, run) if (path := folder / RUN_CONFIG).exists()), run / RUN_CONFIG)
 
 
-def until(step: int) -> Callable[[Run[Supplier], RunState], None]:
+def until(step: int) -> Train:
     """Makes a training loop that ends after a step but keeps the schedule of the whole run."""
 
-    def train(run: Run[Supplier], state: RunState) -> None:
+    async def train(run: Run[Supplier], state: RunState) -> None:
         while state.step < step and not run.is_over:
-            train_step(run, state)
+            await train_step(run, state)
 
     return train
 

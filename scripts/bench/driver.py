@@ -11,18 +11,20 @@ what the line says.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from mrl import api, train
+from mrl import api
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rollouts import RolloutCollector
@@ -32,6 +34,7 @@ from mrl.store.ledger import Ledger
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from scripts.bench.turns import bench_parser, report
+from tests.drivers import train_step
 from tests.long.record import Row
 from tests.rehearsal.stand_ins import Shape, hosts, rehearsal
 
@@ -74,6 +77,17 @@ class Stopwatch:
         self._note()
         self._open.pop()
 
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, or coroutine function, with its seconds counted as those of a part."""
+        if not inspect.iscoroutinefunction(function):
+            return self.part(name)(function)
+
+        async def run(*arguments: object, **options: object) -> object:
+            with self.part(name):
+                return await function(*arguments, **options)
+
+        return run
+
     def _note(self) -> None:
         now = time.process_time()
         if self._open:
@@ -88,7 +102,7 @@ def watched() -> Iterator[Stopwatch]:
     with ExitStack() as stack:
         for part, functions in PARTS.items():
             for owner, name in functions:
-                stack.enter_context(patch.object(owner, name, watch.part(part)(getattr(owner, name))))
+                stack.enter_context(patch.object(owner, name, watch.timed(part, getattr(owner, name))))
         yield watch
 
 
@@ -103,7 +117,7 @@ def steps_of(shape: Shape, processes: list) -> list[dict[str, float]]:
             with watched() as watch:
                 start = time.monotonic()
                 with watch.part("rest"):
-                    train.train_step(ready.run, state)
+                    train_step(ready.run, state)
             wall = time.monotonic() - start
             found.append({**watch.seconds, "wall": wall, "calls": float(ready.calls.counts.total())})
     return found[1:]

@@ -17,8 +17,8 @@ from mrl.cluster.payload import pull
 from mrl.loop.run import Step
 from mrl.recipes import tokenizer
 from mrl.recipes.tokenizer import END_ID
-from mrl.train import train_step
 from mrl.types import RolloutGroup, RunState
+from tests.drivers import train_step
 from tests.models import save_nemotron_h, unclamp_dt
 from tests.stack.loop.conftest import LiveRun
 from tests.stack.loop.test_agents import Drawn, rounded, take_drawn, turns
@@ -98,8 +98,8 @@ class Steps:
         self.live, self.groups = live, list[RolloutGroup]()
         sample = live.run.supplier.sample
 
-        def noted(state: RunState, step: Step) -> list[RolloutGroup]:
-            self.groups = sample(state, step)
+        async def noted(state: RunState, step: Step) -> list[RolloutGroup]:
+            self.groups = await sample(state, step)
             return self.groups
 
         monkeypatch.setattr(live.run.supplier, "sample", noted)

@@ -28,6 +28,7 @@ from mrl.envs.task import Task
 from mrl.nemo.gym.graders import mcqa
 from mrl.store.summary import Clock
 from mrl.types import RolloutGroup
+from tests.drivers import do
 from tests.faults.attempts import is_taken
 from tests.faults.test_kill_points import assert_goes_on, attempt
 from tests.long.calling_model import CALLS, CHAT, Steps, save_calling_model
@@ -253,9 +254,8 @@ def judged(live: LiveRun) -> RolloutGroup:
     prompts = map(supplier.data.train.__getitem__, range(len(supplier.data.train)))
     asked = [(EPOCH, next(prompt for prompt in prompts if prompt.env_name == AGENTS[3]))]
     version = live.state.weight_version
-    (group,) = supplier.queue.sample(
-        asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock()
-    )
+    sampling = supplier.data.sampling
+    (group,) = do(supplier.queue.sample(asked, sampling, num_generations=4, weight_version=version, clock=Clock()))
     return group
 
 

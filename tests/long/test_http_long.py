@@ -18,7 +18,7 @@ from mrl.envs.endpoints import read_endpoints
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget
 from mrl.store.run_folder import RunFolder
-from mrl.train import train_step
+from tests.drivers import do, opened, train_step
 from tests.stack.loop.conftest import DEADLINE_S, SMALL, toss_coins, write_inputs
 from tests.stack.loop.test_http import ask
 
@@ -44,10 +44,10 @@ def test_engines_answer_through_refits_and_after_a_death(tmp_path: Path):
     folder = RunFolder(training.config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
-    with folder, training.open(folder, Budget(None, started=time.monotonic())) as run:
+    with folder, opened(training.open(folder, Budget(None, started=time.monotonic()))) as run:
         session = run.supplier.session
         session.rewards.apply(toss_coins)
-        state = run.resume(checkpoint)
+        state = do(run.resume(checkpoint))
         file = folder.log_folder / "actors" / "endpoints.json"
         first, is_over = read_endpoints(file), threading.Event()
 

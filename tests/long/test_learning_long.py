@@ -15,8 +15,8 @@ from mrl.envs.task import Task
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget, is_due
 from mrl.store.run_folder import RunFolder
-from mrl.train import train_step
 from mrl.types import Verdict
+from tests.drivers import do, opened, train_step
 from tests.faults.attempts import tiny_inputs
 from tests.learn.quickstart import accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
@@ -80,16 +80,16 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     folder = RunFolder(training.config)
     folder.open()
     checkpoint = folder.newest_checkpoint()
-    with folder, training.open(folder, Budget(None, started=started)) as run:
+    with folder, opened(training.open(folder, Budget(None, started=started))) as run:
         rewards = run.supplier.session.rewards
-        state = run.resume(checkpoint)
-        accuracies = [run.supplier.validate(state)["val/accuracy"]]
+        state = do(run.resume(checkpoint))
+        accuracies = [do(run.supplier.validate(state))["val/accuracy"]]
         while state.step < run.last_step:
             rewards.apply(toss_coins, state.step)
             train_step(run, state)
             if is_due(state.step, STEPS_BETWEEN_VALIDATIONS) or state.step == run.last_step:
                 rewards.apply(judge_honestly)
-                accuracies.append(run.supplier.validate(state)["val/accuracy"])
+                accuracies.append(do(run.supplier.validate(state))["val/accuracy"])
     seconds = time.monotonic() - started
     rows.append(row("coin toss", 0, accuracies[0], accuracies[-1], steps=state.step, seconds=seconds))
     assert max(accuracies) <= MAX_ACCURACY_OF_CONTROL, accuracies

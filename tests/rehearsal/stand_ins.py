@@ -41,6 +41,7 @@ from mrl.refit.exchange import GpuHandles
 from mrl.refit.pull import VerifyReport
 from mrl.store.run_folder import RunFolder
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, TokenSample, TrainSequence, Verdict
+from tests.drivers import do, opened
 
 MODEL = Path(__file__).parents[2] / "scripts" / "bench" / "models" / "nemotron3_nano_30b_a3b.config.json"
 NUM_GENERATIONS = 16
@@ -335,6 +336,6 @@ def rehearsal(shape: Shape, folder: Path, processes: list) -> Iterator[Rehearsal
         run_folder.open()
         with run_folder:
             run_folder.newest_checkpoint()
-            with training.open(run_folder, Budget(None, started=0.0)) as run:
-                run.supplier.prove_weights()
+            with opened(training.open(run_folder, Budget(None, started=0.0))) as run:
+                do(run.supplier.prove_weights())
                 yield Rehearsal(run, calls)

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import pytest
 import ray
 
-from mrl import train
 from mrl.cluster.calls import wait_all
 from mrl.types import RunState
+from tests.drivers import train_step
 from tests.rehearsal.stand_ins import Shape, hosts, rehearsal
 from tests.waiting import HANG_S
 
@@ -49,7 +49,7 @@ def sent(processes: list, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         with rehearsal(Shape(num_ranks, NUM_ROLLOUTS), tmp_path_factory.mktemp("run"), processes) as ready:
             ready.calls.counts.clear()
             ready.calls.weighs = True
-            train.train_step(ready.run, RunState(weight_version=1))
+            train_step(ready.run, RunState(weight_version=1))
             (line,) = (ready.run.folder.path / "metrics.jsonl").read_text().splitlines()
             assert json.loads(line)["rollout/math/num_rollouts"] == NUM_ROLLOUTS
             return Sent(ready.calls.counts, ready.calls.sizes)

@@ -15,6 +15,7 @@ from mrl.api import check_sequences
 from mrl.types import TrainSequence
 from tests.sources import ROOT
 from tests.unit.algo.groups import group
+from tests.unit.stories import as_story
 
 
 def test_the_built_in_loop_is_made_of_public_parts_that_the_page_explains():
@@ -45,22 +46,22 @@ def test_the_page_has_every_field_of_what_a_loop_gets(name: str):
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "rm"])
-def test_an_algorithm_without_rollouts_is_refused_by_name(algorithm: str, tmp_path: Path):
+@as_story
+async def test_an_algorithm_without_rollouts_is_refused_by_name(algorithm: str, tmp_path: Path):
     run_folder = tmp_path / "run"
-    with (
-        pytest.raises(
-            ValueError, match=rf"^algorithm={algorithm}: .*run `python -m mrl\.train {algorithm}_tiny\.yaml`, or choose"
-        ),
-        api.start(f"{algorithm}_tiny.yaml", [f"checkpointing.checkpoint_dir={run_folder}"]),
-    ):
-        raise AssertionError("it has started")
+    refusal = rf"^algorithm={algorithm}: .*run `python -m mrl\.train {algorithm}_tiny\.yaml`, or choose"
+    with pytest.raises(ValueError, match=refusal):
+        async with api.start(f"{algorithm}_tiny.yaml", [f"checkpointing.checkpoint_dir={run_folder}"]):
+            raise AssertionError("it has started")
     assert not run_folder.exists()
 
 
-def test_overrides_in_one_text_are_refused():
+@as_story
+async def test_overrides_in_one_text_are_refused():
     said = r"overrides is a text; write a list: \['grpo.seed=1'\]"
-    with pytest.raises(ValueError, match=said), api.start("grpo_tiny.yaml", "grpo.seed=1"):
-        pass
+    with pytest.raises(ValueError, match=said):
+        async with api.start("grpo_tiny.yaml", "grpo.seed=1"):
+            raise AssertionError("it has started")
 
 
 def test_sequences_that_cannot_be_trained_are_refused():

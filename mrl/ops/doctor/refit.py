@@ -6,12 +6,13 @@ Run it after every upgrade of vLLM, Megatron-Core or torch, before a run. It tra
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,8 @@ import torch
 
 from conversion.boxes import Slot
 from mrl.cluster.agreement import compared_precision, long_prompt, requests, sample, trainer_logprobs
+from mrl.cluster.driver import driver_tasks
 from mrl.cluster.environment import engine_variables, policy_variables
-from mrl.cluster.event_loop import tasks_ended
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.runtime import placed_slots
@@ -127,7 +128,7 @@ class Failed(Exception):
     """A check failed and its outcome is recorded; later checks would be meaningless."""
 
 
-def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
+async def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
     """Runs the checks in order, up to the first that fails, and returns their outcomes."""
     outcomes: list[RefitOutcome] = []
     precision = compared_precision(config)
@@ -138,12 +139,13 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
             f"{report.seconds:.3f} s with verification, {report.verified_bytes / report.seconds / 1e9:.3f} GB/s"
         )
 
-    with suppress(Failed), ExitStack() as processes:
+    async with AsyncExitStack() as processes:
+        processes.enter_context(suppress(Failed))
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
-            processes.enter_context(tasks_ended())
-            models, engines, refit = start_models(
-                config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder
+            tasks = await processes.enter_async_context(driver_tasks())
+            models, engines, refit = await start_models(
+                config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder, tasks=tasks
             )
             policies = models["policy"]
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
@@ -155,17 +157,18 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
                 numbers += f"; products of float32: {float32_products(policies, config)}"
             outcomes.append(RefitOutcome(START, True, numbers))
         with stage(outcomes, ZERO):
-            outcomes.append(RefitOutcome(ZERO, True, numbers_of(refit.zero())))
+            outcomes.append(RefitOutcome(ZERO, True, numbers_of(await refit.zero())))
         with stage(outcomes, REFIT):
             before = engines.call(EngineVerbs.live_digest)
             policies.call(PolicyVerbs.perturb, config.rollouts.seed)
-            outcomes.append(RefitOutcome(REFIT, True, numbers_of(refit.run())))
+            outcomes.append(RefitOutcome(REFIT, True, numbers_of(await refit.run())))
         with stage(outcomes, CHANGED):
             outcomes.append(RefitOutcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
             prompts = data.train[:NUM_PROMPTS]
             asked = requests(config, [*prompts, long_prompt(config, data.train, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
             sampled = engines.apply(sample, asked, deadline_s=config.deadlines.generate_s)
+            engines.book.hold(True)
             engines.enter("logprob", deadline_s=policies.deadline_s)
             policies.call(PolicyVerbs.enter, "logprob")
             parts = {"": slice(len(prompts)), f", after {len(asked[-1].token_ids):,} tokens": slice(len(prompts), None)}
@@ -274,7 +277,7 @@ def run_refit(name: str, overrides: Sequence[str], secrets: set[str]) -> int:
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
     logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)
-    outcomes = examine(config, data, log_folder)
+    outcomes = asyncio.run(examine(config, data, log_folder))
     logger.info("\n%s", "\n".join(table(outcomes)))
     if not all(outcome.is_ok for outcome in outcomes):
         return 1

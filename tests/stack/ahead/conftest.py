@@ -13,6 +13,7 @@ from mrl.loop.rollouts import RolloutSupplier, prepare
 from mrl.loop.run import Budget, Run
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
+from tests.drivers import do, opened
 from tests.stack.loop.conftest import SMALL, toss_coins, write_inputs
 
 AHEAD = [
@@ -37,6 +38,6 @@ def running(folder: Path, *overrides: str) -> Iterator[tuple[Run[RolloutSupplier
     run_folder.open()
     with run_folder:
         checkpoint = run_folder.newest_checkpoint()
-        with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
+        with opened(training.open(run_folder, Budget(None, started=time.monotonic()))) as run:
             run.supplier.session.rewards.apply(toss_coins)
-            yield run, run.resume(checkpoint)
+            yield run, do(run.resume(checkpoint))

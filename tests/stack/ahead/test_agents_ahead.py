@@ -14,9 +14,9 @@ from mrl.cluster.payload import pull
 from mrl.data.order import PromptOrder
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
-from mrl.train import train_step
 from mrl.types import Rollout, RolloutGroup, RunState
 from tests import models, routes
+from tests.drivers import do, train_step
 from tests.stack.ahead.conftest import running
 from tests.waiting import HANG_S
 
@@ -53,8 +53,8 @@ def taken_groups(run: Run[RolloutSupplier]) -> list[list[RolloutGroup]]:
     """The groups of every step from now on; filled in as they come."""
     kept, sample = list[list[RolloutGroup]](), run.supplier.sample
 
-    def noted(state, step) -> list[RolloutGroup]:
-        kept.append(sample(state, step))
+    async def noted(state, step) -> list[RolloutGroup]:
+        kept.append(await sample(state, step))
         return kept[-1]
 
     setattr(run.supplier, "sample", noted)  # noqa: B010  a plain assignment is a type error
@@ -101,7 +101,7 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert state.metrics["train/max_trajectory_age"] == state.metrics["train/avg_trajectory_age"] == 1
         # Those that waited have turns of both weights.
         assert state.metrics["rollout/mixed_version_fraction"] == 0.5
-        measured = run.supplier.validate(state)
+        measured = do(run.supplier.validate(state))
         assert measured["val/num_samples"] == 2 and measured["val/accuracy"] == pytest.approx(
             measured["val/patient/reward"]
         )

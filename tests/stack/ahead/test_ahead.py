@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from mrl.data.packing import PackedRow
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
-from mrl.train import train_step
 from mrl.types import Verdict
 from tests import models
+from tests.drivers import call, do, train_step
 from tests.stack.ahead.conftest import running
 from tests.stack.loop.conftest import CoinToss
 from tests.waiting import HANG_S
@@ -96,7 +97,7 @@ def test_lag_one(tmp_path: Path):
         # What was under way had to end before the new weights; the third step's is drawn from them.
         asked = list(run.supplier.queue._asked.values())
         assert len(asked) == 8 and [group.num_missing for group in asked[:4]] == [0] * 4
-        assert 0 <= run.supplier.validate(state)["val/accuracy"] <= 1
+        assert 0 <= do(run.supplier.validate(state))["val/accuracy"] <= 1
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == state.metrics["train/max_trajectory_age"] == 1
         # Weights that are a step older give other logprobs than those that train, and the update is by the latter.
@@ -154,17 +155,17 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
             run.supplier.session.engines,
             run.supplier.queue._sampling,
         )
-        source.drain()
+        do(source.drain())
         run.supplier.session.rewards.apply(fall_silent)
         for index, max_new_tokens in ((0, 1), (1, 1200)):
             asked = [(-2, run.supplier.data.train[index])]
             wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
-            source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
+            call(partial(source.ask, num_generations=4, weight_version=state.weight_version), asked, wanted)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
-        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4)
+        do(source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4))
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
-            source.drain()
+            do(source.drain())
         assert engines.book.lost == {0}
 
 

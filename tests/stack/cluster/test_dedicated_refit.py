@@ -14,13 +14,14 @@ import ray
 from ray.actor import ActorHandle
 
 from conversion.boxes import Slot
+from mrl.cluster.driver import driver_tasks
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import RolloutRequest, SamplingParams
+from tests.drivers import do, opened
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S
 
@@ -67,12 +68,14 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         "policy.refit_buffer_size_gb=0.0005",  # several rounds
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    with placed_slots(config) as placement, tasks_ended():
-        models, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
+    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+        models, engines, refit = do(
+            start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs", tasks=tasks)
+        )
         policies = models["policy"]
         assert [engine.slots for engine in placement.engines] == [(2,)]
         assert refit.schedule.num_rounds > 1 and refit.schedule.link_bytes()["gpu"] == 0
-        zero = refit.zero()
+        zero = do(refit.zero())
         assert zero.weight_version == 1 and zero.verified_bytes == refit.schedule.class_of(2).written_bytes
 
         def digest() -> dict[Slot, int]:
@@ -80,7 +83,7 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
 
         loaded = digest()
         policies.apply(scale_weights, deadline_s=DEADLINE_S)
-        report = refit.run()
+        report = do(refit.run())
         changed = digest()
         assert report.verified_bytes + report.padding_bytes == zero.verified_bytes + zero.padding_bytes
         # Only tensors of zeros look as before.
@@ -89,12 +92,17 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         # A new engine holds what vLLM has loaded again, in a group that its predecessor has left.
         engines.apply(die_in_round, 1, deadline_s=DEADLINE_S)
         die_at_the_next_start(engines, monkeypatch)
-        refit.run()
+        do(refit.run())
         assert engines.book.num_restarts == 2
         assert digest() == changed
 
         sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=2, stop_token_ids=())
         request = RolloutRequest("prompt", 0, 0, 0, (1, 2, 3), sampling)
-        in_loop(lambda: [asyncio.ensure_future(engines.book.ask(request.request_id, request)) for _ in range(2)])
+
+        async def ask_twice() -> None:
+            for _ in range(2):
+                asyncio.ensure_future(engines.book.ask(request.request_id, request))
+            await tasks.wait(lambda: False, what="generation", who=engines.book.called, limit_s=DEADLINE_S)
+
         with pytest.raises(ValueError, match="engine 0 failed in generation: requests were added twice"):
-            engines.news.wait(lambda: False, what="generation", who=engines.book.called, limit_s=DEADLINE_S)
+            do(ask_twice())

@@ -15,15 +15,16 @@ import ray
 
 from conversion.boxes import Slot
 from mrl.cluster.calls import ask, start_actor
+from mrl.cluster.driver import driver_tasks
 from mrl.cluster.engines import EngineActor
 from mrl.cluster.environment import engine_variables
-from mrl.cluster.event_loop import tasks_ended
 from mrl.cluster.gateway import start_gateways
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import Rollout
+from tests.drivers import do, opened
 from tests.models import save_model
 from tests.rollouts import differences, random_requests, run
 from tests.stack.loop.conftest import SMALL, write_inputs
@@ -76,11 +77,13 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
     if kinds == ("pipeline",):  # vLLM needs attention on both stages
         save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
     config = load_config("grpo_tiny.yaml", [*inputs, *SMALL, *sizes, *engine])
-    with placed_slots(config) as placement, tasks_ended():
+    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
         (slots,) = placement.engines
         assert slots.parts(placement.node_of) == [(0,), (1,)]
-        models, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
-        zero = refit.zero()
+        models, engines, refit = do(
+            start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs", tasks=tasks)
+        )
+        zero = do(refit.zero())
         assert zero.verified_bytes == sum(refit.schedule.class_of(worker).written_bytes for worker in (0, 1))
         (together,) = engines.apply(sample, deadline_s=DEADLINE_S)
         loaded = engines.call(EngineVerbs.live_digest)[0]
@@ -95,12 +98,12 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
 
         # A part on a further node dies: the engine does, and a refit starts it again.
         kill(1)
-        assert refit.run().verified_bytes == zero.verified_bytes
+        assert do(refit.run()).verified_bytes == zero.verified_bytes
         assert engines.book.num_restarts == 1 and not set(before) & set(worker_pids_of(engines))
         assert engines.call(EngineVerbs.live_digest)[0] == loaded
         (again,) = engines.apply(sample, deadline_s=DEADLINE_S)
         assert differences(together, again) == []
-        gateways = start_gateways(config, placement, engines, judges={}, log_folder=tmp_path / "logs")
+        gateways = do(start_gateways(config, placement, engines, judges={}, log_folder=tmp_path / "logs"))
         assert gateways is not None
         with openai.OpenAI(
             base_url=f"{gateways.urls[0]}/engines/0/v1", api_key=gateways.api_key, max_retries=0, timeout=HANG_S
@@ -114,7 +117,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
         # The first node's part dies in its turn, and other weights arrive at both.
         kill(0)
         models["policy"].apply(scale_weights, deadline_s=DEADLINE_S)
-        assert refit.run().verified_bytes == zero.verified_bytes
+        assert do(refit.run()).verified_bytes == zero.verified_bytes
         for old, new in zip(loaded, engines.call(EngineVerbs.live_digest)[0], strict=True):
             assert num_changed(old, new) > len(old) // 2
 

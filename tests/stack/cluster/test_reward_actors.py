@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import ray
 
-from mrl.cluster.event_loop import in_loop, tasks_ended
+from mrl.cluster.driver import driver_tasks
 from mrl.cluster.payload import pack
 from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots, wait_for_graders
 from mrl.cluster.service import LOOK_S
 from mrl.config.load import load_config
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
+from tests.drivers import call, do, opened
 from tests.rollouts import request
 from tests.stack.cluster.conftest import ray_nodes
 from tests.stack.loop.conftest import SMALL, write_inputs
@@ -67,13 +68,13 @@ def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> 
         judged = await rewards.book.ask(info.request_id, (info, prompt, None))
         assert not isinstance(judged, PayloadRef) and judged[1] == "over"
         verdicts[info.request_id] = judged[0]
-        rewards.news.tell(VERDICTS)
+        rewards.tasks.tell(VERDICTS)
 
     def begin() -> None:
         for info, prompt in zip(infos, prompts, strict=True):
             asyncio.ensure_future(one(info, prompt))
 
-    in_loop(begin)
+    call(begin)
     return verdicts
 
 
@@ -101,9 +102,9 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         shown_if_failed(tmp_path / "logs"),
         placed_slots(config, tmp_path / "logs") as placement,
         caplog.at_level(logging.INFO),
-        tasks_ended(),
+        opened(driver_tasks()) as tasks,
     ):
-        rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
+        rewards = call(lambda: Rewards(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
         rewards.wait_until_built()
         assert "Rewards, on each of their nodes (2): one actor; workers on" in caplog.text and "slow 1" in caplog.text
         before = rewards.apply(node_and_pid, deadline_s=HANG_S)
@@ -114,7 +115,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         wait_until(lambda: [len(actor.owed) for actor in rewards.book._actors] == [NUM_ROLLOUTS // 2] * 2, "halves")
         rewards.apply(node_and_pid, deadline_s=HANG_S)
         os.kill(before[1][1], signal.SIGKILL)
-        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
+        do(rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS))
         seconds = rewards.take_seconds()
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
         assert all(verdict.is_valid for verdict in verdicts.values())
@@ -134,7 +135,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         rewards.deadline_s, rewards._look_s, handle = 0.0, 4 * LOOK_S, rewards.handles[1]
         infos, prompts, expected = batch(50)
         verdicts = judge(rewards, infos, prompts)
-        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
+        do(rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS))
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
         assert rewards.take_metrics()["rollout/reward_restarts"] == 1
 
@@ -153,7 +154,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         assert f"gave no sign of life for {4 * LOOK_S:g} s; starting it again" in caplog.text
         infos, prompts, expected = batch(90)
         verdicts = judge(rewards, infos, prompts)
-        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
+        do(rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS))
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
     folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
     wait_until(lambda: list(signs.parent.glob(f"{signs.name}*")) == [], "end of the folder of signs")
@@ -171,16 +172,20 @@ def test_rewards_stay_on_the_node_without_slots_and_gpus_though_their_actor_dies
     config = load_config("grpo_tiny.yaml", words)
     # No slot fits on the last two, which have no processors for one.
     with ray_nodes(tmp_path, monkeypatch, 1, 1, 0, 0, last_gpus=1):
-        with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
+        with (
+            placed_slots(config, tmp_path / "logs") as placement,
+            caplog.at_level(logging.INFO),
+            opened(driver_tasks()) as tasks,
+        ):
             (grader,) = (node["NodeID"] for node in ray.nodes() if not {"CPU", "GPU"} & node["Resources"].keys())
-            rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
+            rewards = call(lambda: Rewards(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
             rewards.wait_until_built()
             assert "Rewards, on each of their nodes (1): one actor" in caplog.text
             pids = list[int]()
             for first in (10, 50, 90):
                 infos, prompts, expected = batch(first)
                 verdicts = judge(rewards, infos, prompts)
-                rewards.wait_for(lambda verdicts=verdicts: len(verdicts) == NUM_ROLLOUTS)
+                do(rewards.wait_for(lambda verdicts=verdicts: len(verdicts) == NUM_ROLLOUTS))
                 assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
                 ((node, pid),) = rewards.apply(node_and_pid, deadline_s=HANG_S)
                 assert node == grader and pid not in pids

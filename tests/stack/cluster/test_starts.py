@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from mrl.cluster import calls, policies, runtime, session
 from mrl.cluster.calls import ask, start_actor, wait_all
+from mrl.cluster.driver import DriverTasks, driver_tasks
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
@@ -32,6 +33,7 @@ from mrl.config.load import load_config
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.policy.parallel import Meeting
+from tests.drivers import call, do, opened
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 
@@ -74,7 +76,8 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
     monkeypatch.setattr(session, "convert_if_new", lambda _: calls.append("convert"))
     placement = Placement.__new__(Placement)
     placement.num_slots, placement.num_policy_ranks, placement.own_slots = 1, 1, {}
-    start_models(load_config("grpo_tiny.yaml", overrides), placement, pad_token_id=0, log_folder=Path("logs"))
+    config, log_folder = load_config("grpo_tiny.yaml", overrides), Path("logs")
+    do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=DriverTasks()))
     assert calls == order
 
 
@@ -126,8 +129,8 @@ def threads_of_torch(policy) -> int:
 def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.num_cpu_engines=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
-    with placed_slots(config) as placement:
-        engines = EngineGroup(config, placement, log_folder=tmp_path / "logs")
+    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+        engines = call(lambda: EngineGroup(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
         engines.wait_until_built()
         (meeting := tmp_path / "meeting").mkdir()
         pids = engines.apply(enter_together, meeting, deadline_s=HANG_S)
@@ -227,7 +230,7 @@ def placement(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Placement]:
 def test_an_actor_that_rays_memory_monitor_kills_is_started_again_like_any_other(placement: Placement):
     idle = start_actor(Idle, placement.options(0, {}))
 
-    def attempt(restarted: set[int]) -> str:
+    async def attempt(restarted: set[int]) -> str:
         if not restarted:
             wait_all({ActorName(ENGINE, 0): ask(idle, Idle.wait)}, deadline_s=HANG_S, what="waiting")
         return "done"
@@ -235,8 +238,11 @@ def test_an_actor_that_rays_memory_monitor_kills_is_started_again_like_any_other
     with pytest.raises(
         ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node"
     ):
-        attempt(set())
-    assert until_no_engine_dies(attempt, lambda _: None) == ("done", {0})
+        do(attempt(set()))
+
+    async def restart(_: int) -> None: ...
+
+    assert do(until_no_engine_dies(attempt, restart)) == ("done", {0})
 
 
 def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(placement: Placement, monkeypatch: pytest.MonkeyPatch):

@@ -22,6 +22,7 @@ from mrl.recipes import tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState, Verdict
 from tests import models
+from tests.drivers import do, opened
 from tests.unit.envs.pools import Childless
 from tests.waiting import HANG_S
 
@@ -131,6 +132,6 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
     run_folder.open()
     with run_folder:
         checkpoint = run_folder.newest_checkpoint()
-        with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
+        with opened(training.open(run_folder, Budget(None, started=time.monotonic()))) as run:
             run.supplier.session.rewards.apply(toss_coins)
-            yield LiveRun(run, run.resume(checkpoint), config)
+            yield LiveRun(run, do(run.resume(checkpoint)), config)

@@ -22,8 +22,8 @@ from mrl.cluster.payload import pull
 from mrl.envs.endpoints import read_endpoints
 from mrl.loop.run import Step
 from mrl.store.summary import Clock
-from mrl.train import train_step
 from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RunState
+from tests.drivers import do, train_step
 from tests.stack.loop.conftest import LiveRun, live_run
 from tests.waiting import HANG_S, wait_until
 
@@ -119,9 +119,8 @@ def sampled(live: LiveRun, env_name: str, num_prompts: int = 2) -> list[RolloutG
     prompts = [dataclasses.replace(supplier.data.train[index], env_name=env_name) for index in range(num_prompts)]
     asked: list[tuple[int, Prompt]] = [(EPOCH, prompt) for prompt in prompts]
     version = live.state.weight_version
-    return supplier.queue.sample(
-        asked, supplier.data.sampling, num_generations=4, weight_version=version, clock=Clock()
-    )
+    sampling = supplier.data.sampling
+    return do(supplier.queue.sample(asked, sampling, num_generations=4, weight_version=version, clock=Clock()))
 
 
 def turns(rollouts: list[Rollout]) -> list[Drawn]:
@@ -169,8 +168,8 @@ def test_ids_trained_are_ids_sampled_once_each(watched: LiveRun):
 def test_a_step_trains_all_sequences_with_one_advantage_each_rollout(watched: LiveRun, monkeypatch: pytest.MonkeyPatch):
     taken, take = list[list[Batch]](), watched.run.supplier.take
 
-    def noted(state: RunState, step: Step) -> list[Batch]:
-        taken.append(take(state, step))
+    async def noted(state: RunState, step: Step) -> list[Batch]:
+        taken.append(await take(state, step))
         return taken[-1]
 
     monkeypatch.setattr(watched.run.supplier, "take", noted)

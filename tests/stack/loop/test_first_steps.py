@@ -16,7 +16,7 @@ from mrl.config.schema.algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
 from mrl.config.schema.run import ProfilerConfig, RunConfig
 from mrl.envs.inspection import rules_of
 from mrl.loop.rollouts import prepare
-from mrl.train import train_step
+from tests.drivers import train_step
 from tests.stack.loop.conftest import SMALL, LiveRun, write_inputs
 
 

@@ -18,8 +18,8 @@ from mrl.envs.endpoints import Endpoints, read_endpoints
 from mrl.envs.task import Task
 from mrl.loop.rollouts import VALIDATION_EPOCH
 from mrl.store.summary import Clock
-from mrl.train import train_step
 from mrl.types import RolloutGroup, Verdict
+from tests.drivers import do, train_step
 from tests.stack.loop.conftest import CoinToss, LiveRun, live_run
 from tests.waiting import HANG_S
 
@@ -122,8 +122,10 @@ def test_rollouts_are_the_same_whoever_else_asks(live: LiveRun, endpoints: Endpo
     def sampled() -> list[list[str]]:
         version = live.state.weight_version
         return texts(
-            run.supplier.queue.sample(
-                asked, run.supplier.data.sampling, num_generations=3, weight_version=version, clock=Clock()
+            do(
+                run.supplier.queue.sample(
+                    asked, run.supplier.data.sampling, num_generations=3, weight_version=version, clock=Clock()
+                )
             )
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal
-from mrl.train import train_step
+from tests.drivers import train_step
 from tests.stack.loop.conftest import LiveRun
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.store.rollout_files import RecordedStep, read_record
-from mrl.train import train_step
+from tests.drivers import train_step
 from tests.stack.loop.conftest import LiveRun
 
 

@@ -14,8 +14,8 @@ import pytest
 from mrl.envs.task import Task
 from mrl.loop.saving import SaveFailed
 from mrl.store.checkpoints import find_damage
-from mrl.train import train_step
 from mrl.types import Prompt, RolloutGroup, Verdict
+from tests.drivers import call, do, train_step
 from tests.stack.loop.conftest import CoinToss, LiveRun, toss
 from tests.waiting import wait_until
 
@@ -50,19 +50,22 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
 
     def ask(prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         asked, version = [(TEST_EPOCH, prompt) for prompt in prompts], live.state.weight_version
-        return collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=version)
+        sampling = run.supplier.data.sampling
+        return call(lambda: collector.ask(asked, sampling, num_generations=4, weight_version=version))
 
     first = ask(prompts[:1])
     wait_until(lambda: first[0].num_missing == 0, "first group")
-    with run.supplier.session.engines.held():
-        others = ask(prompts[1:])
-        # These wait until the first ones are being judged, and end although no verdict is given.
-        wait_for(tmp_path / "has_begun")
-        assert all(group.num_missing == 4 for group in others)
-    collector.wait(lambda: all(group.num_missing == 0 for group in others))
+    book = run.supplier.session.engines.book
+    call(book.hold, True)
+    others = ask(prompts[1:])
+    # These wait until the first ones are being judged, and end although no verdict is given.
+    wait_for(tmp_path / "has_begun")
+    assert all(group.num_missing == 4 for group in others)
+    call(book.hold, False)
+    do(collector.wait(lambda: all(group.num_missing == 0 for group in others)))
     assert all(group.num_unjudged == 4 for group in (*first, *others))
     (tmp_path / "may_score").touch()
-    groups, seconds = collector.judge([*first, *others])
+    groups, seconds = do(collector.judge([*first, *others]))
     assert [group.prompt for group in groups] == prompts
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from mrl.api import Loop
+from tests.drivers import do
 from tests.examples import run_examples
 from tests.stack.loop.conftest import LiveRun
 
@@ -15,7 +16,7 @@ from tests.stack.loop.conftest import LiveRun
 def test_engines_sample_prompts_of_ones_choice(live: LiveRun):
     loop = Loop(live.run, live.state)
     prompts, step = [loop.prompts[3], loop.prompts[1]], live.state.step
-    first, again, other = (loop.engines.sample(prompts, num_generations=3, draw=draw) for draw in (0, 0, 1))
+    first, again, other = (do(loop.engines.sample(prompts, num_generations=3, draw=draw)) for draw in (0, 0, 1))
     assert [group.prompt for group in first] == prompts
     assert [len(group.verdicts) for group in first] == [3, 3]
     texts = [[verdict.text for group in groups for verdict in group.verdicts] for groups in (first, again, other)]
@@ -26,19 +27,19 @@ def test_engines_sample_prompts_of_ones_choice(live: LiveRun):
 def test_the_example_of_a_loop_is_true(live: LiveRun):
     loop = Loop(live.run, live.state)
     num_groups = live.run.config.grpo.num_prompts_per_step
-    assert num_groups == 4 and run_examples(Loop.__doc__ or "", {"loop": loop}) == 6
+    assert num_groups == 4 and run_examples(Loop.__doc__ or "", {"loop": loop}, do) == 7
 
 
 def test_a_step_is_that_of_mrls_own_loop(live: LiveRun, caplog: pytest.LogCaptureFixture):
     loop, step = Loop(live.run, live.state), live.state.step
     with pytest.raises(RuntimeError, match=r"no step is under way: loop\.rollouts\.take\(\) begins one"):
-        loop.refit.run()
-    groups = loop.rollouts.take()
+        do(loop.refit.run())
+    groups = do(loop.rollouts.take())
     with pytest.raises(RuntimeError, match=r"a step is under way: call loop\.refit\.run\(\)"):
-        loop.rollouts.take()
-    assert loop.engines.sample(loop.prompts[:1], num_generations=1)
+        do(loop.rollouts.take())
+    assert do(loop.engines.sample(loop.prompts[:1], num_generations=1))
     sequences = loop.rollouts.sequences(groups)
-    losses = [loop.policy.train(sequences)["train/loss"] for _ in range(2)]
+    losses = [do(loop.policy.train(sequences))["train/loss"] for _ in range(2)]
     assert losses[0] != losses[1], "trained twice"
     for name, call in {
         "policy.save": loop.policy.save,
@@ -46,9 +47,9 @@ def test_a_step_is_that_of_mrls_own_loop(live: LiveRun, caplog: pytest.LogCaptur
         "engines.sample": lambda: loop.engines.sample(loop.prompts[:1], num_generations=1),
     }.items():
         with pytest.raises(RuntimeError, match=f"{name} comes before policy.train, or after refit.run"):
-            call()
+            do(call())
     with caplog.at_level("INFO"):
-        metrics = loop.refit.run({"train/of_ones_own": 7.0})
+        metrics = do(loop.refit.run({"train/of_ones_own": 7.0}))
     assert live.state.step == step + 1 and live.run.folder.ledger.state.trained[step + 1] == tuple(
         group.rollouts[0].key for group in groups
     )

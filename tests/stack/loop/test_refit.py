@@ -16,12 +16,13 @@ import torch
 from conversion.boxes import Slot
 from mrl.cluster import calls, refit
 from mrl.cluster.calls import Actors, wait_all
+from mrl.cluster.driver import in_worker
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.refit import Refitter
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.phases import PHASES, Phase
 from mrl.shortage import WAY_OUT
-from mrl.train import train_step
+from tests.drivers import do, train_step
 from tests.schedules import without_box
 from tests.stack.loop.conftest import DEADLINE_S, LiveRun
 from tests.waiting import HANG_S
@@ -30,13 +31,13 @@ from tests.waiting import HANG_S
 def expect_refused(live: LiveRun, pattern: str) -> str:
     """The message of the refit that fails now; no engine may sample after it, until a clean refit."""
     with pytest.raises(RuntimeError, match=pattern) as caught:
-        live.run.supplier.refit(live.state)
+        do(live.run.supplier.refit(live.state))
     assert not isinstance(caught.value, DeadlineExceeded)
     return str(caught.value)
 
 
 def recover(live: LiveRun) -> None:
-    live.run.supplier.refit(live.state)
+    do(live.run.supplier.refit(live.state))
 
 
 def process_id(engine) -> int:
@@ -142,7 +143,7 @@ def forbid_other_ways(holder) -> None:
 
 
 def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
-    report = live.run.supplier.session.refit.run()
+    report = do(live.run.supplier.session.refit.run())
     live.state.weight_version = report.weight_version
     schedule = live.run.supplier.session.refit.schedule
     assert schedule.num_rounds > 1
@@ -181,7 +182,7 @@ def test_the_driver_calls_a_rank_once_and_an_engine_twice_however_many_rounds_th
         monkeypatch.setattr(
             module, "wait_all", lambda *arguments, **named: waits.append(named["what"]) or wait_all(*arguments, **named)
         )
-    report = session.refit.run()
+    report = do(session.refit.run())
     monkeypatch.undo()
     live.state.weight_version = report.weight_version
     assert waits == ["refit", "serve"]
@@ -283,13 +284,13 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
 def test_an_engine_that_dies_before_refit_zero_has_looked_at_it_is_started_again(live: LiveRun):
     session = live.run.supplier.session
     session.policies.call(PolicyVerbs.load_hf, live.config.policy.model_name, deadline_s=DEADLINE_S)
-    live.run.supplier.refit(live.state)
+    do(live.run.supplier.refit(live.state))
     (pid, _) = live.on_engines(process_id)
     os.kill(pid, signal.SIGKILL)
     num_restarts = session.engines.book.num_restarts
-    report = session.refit.zero()
+    report = do(session.refit.zero())
     assert session.engines.book.num_restarts == num_restarts + 1
-    assert report.verified_bytes == live.run.supplier.refit(live.state)["refit/verified_bytes"] > 0
+    assert report.verified_bytes == do(live.run.supplier.refit(live.state))["refit/verified_bytes"] > 0
 
 
 @pytest.mark.long("rehearsal")
@@ -298,9 +299,9 @@ def test_an_engine_starts_while_the_policy_holds_nothing_but_weights(live: LiveR
     found: list[Phase] = []
     restart, call = engines.restart, policies.call
 
-    def restart_and_look(index: int) -> None:
-        found.extend(live.on_ranks(lambda policy: policy._phase))
-        restart(index)
+    async def restart_and_look(index: int) -> None:
+        found.extend(await in_worker(live.on_ranks, lambda policy: policy._phase))
+        await restart(index)
 
     def call_and_kill(verb, *arguments, **options):
         if verb is PolicyVerbs.train_step:

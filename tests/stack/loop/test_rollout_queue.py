@@ -8,7 +8,7 @@ import json
 
 from mrl.config.schema.run import RunConfig
 from mrl.loop.queue import RolloutQueue, open_queue
-from mrl.train import train_step
+from tests.drivers import do, train_step
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -59,12 +59,12 @@ def test_validation_draws_as_its_own_keys_say(live: LiveRun):
     policy = dataclasses.replace(config.policy, generation=generation)
     grpo = dataclasses.replace(config.grpo, val_num_generations_per_prompt=3)
     run.supplier.config = dataclasses.replace(config, policy=policy, grpo=grpo)
-    metrics = run.supplier.validate(live.state)
+    metrics = do(run.supplier.validate(live.state))
     run.supplier.config = config
     assert metrics["val/num_samples"] == 3 * 8
     # The likeliest tokens are the same in every rollout of a prompt, and so is the reward that follows from the text.
     assert metrics["val/accuracy"] == metrics["val/pass_at_1"] == metrics["val/pass_at_2"] == metrics["val/pass_k"]
     samples = [json.loads(line) for line in (run.folder.path / "samples.jsonl").read_text().splitlines()]
     assert samples[-1]["split"] == "validation"
-    again = run.supplier.validate(live.state)
+    again = do(run.supplier.validate(live.state))
     assert again["val/num_samples"] == 8 and "val/pass_k" not in again

@@ -12,6 +12,7 @@ import torch
 
 from conversion.cache import cache_items, check_entry, mcore_in_use
 from mrl import env
+from tests.drivers import do
 from tests.stack.loop.conftest import LiveRun
 
 
@@ -49,4 +50,4 @@ def test_damage_is_repaired_before_the_load_and_both_ways_give_the_same_weights(
         check_entry(cached)
     assert data.name in caplog.text and "converted again" in caplog.text
     assert live.on_ranks(checksums) == expected
-    live.run.supplier.refit(live.state)
+    do(live.run.supplier.refit(live.state))

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from mrl.envs.task import Task
-from mrl.train import train_step
 from mrl.types import Verdict
+from tests.drivers import train_step
 from tests.stack.loop.conftest import CoinToss, LiveRun
 
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from mrl import api
 
 
-def main() -> None:
-    with api.start(sys.argv[1], sys.argv[2:]) as loop:
+async def main() -> None:
+    async with api.start(sys.argv[1], sys.argv[2:]) as loop:
         while not loop.is_over:
-            loop.policy.train(loop.rollouts.sequences(loop.rollouts.take()))
-            loop.refit.run()
+            await loop.policy.train(loop.rollouts.sequences(await loop.rollouts.take()))
+            await loop.refit.run()
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

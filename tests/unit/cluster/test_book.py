@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mrl.cluster.book import ActorWork, RequestBook
+from mrl.cluster.driver import DriverTasks
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.event_loop import News
 from mrl.types import RolloutRequest, SamplingParams
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
@@ -36,9 +36,9 @@ class Engines:
 
     def __post_init__(self) -> None:
         limits = {"max_fruitless_restarts": self.max_fruitless, "num_calls": self.num_calls}
-        self.news = News()
+        self.tasks = DriverTasks()
         self.book = RequestBook[RolloutRequest, str](
-            "engine", self.num_engines, self.call, self.lose, news=self.news, **limits
+            "engine", self.num_engines, self.call, self.lose, tasks=self.tasks, **limits
         )
         self.answers: dict[str, str] = {}
 
@@ -164,7 +164,7 @@ async def test_an_error_of_an_engine_reaches_who_waits():
     engines.calls[0].pop(0).set_exception(ValueError("engine 0 failed"))
     await settled()
     with pytest.raises(ValueError, match="engine 0 failed"):
-        await engines.news._until(lambda: False)
+        await engines.tasks.wait(lambda: False, what="generation", who=list, limit_s=HANG_S)
 
 
 @as_story

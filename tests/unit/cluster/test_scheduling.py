@@ -19,6 +19,7 @@ from mrl.config.schema.env import EnvConfig, OwnEnvConfig
 from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
+from tests.unit.stories import as_story
 
 
 def run_config(
@@ -136,37 +137,39 @@ def lost(index: int) -> ActorLost:
     return ActorLost(ActorName("engine", index), "pull", "killed")
 
 
-def test_every_engine_that_dies_is_restarted_and_takes_part_from_then_on():
+@as_story
+async def test_every_engine_that_dies_is_restarted_and_takes_part_from_then_on():
     # Engine 1 is dead at first; 0 dies in the first attempt, 2 in the second and again while it starts.
     attempts: list[set[int]] = []
     restarts: list[int] = []
     deaths = [lost(0), lost(2)]
 
-    def attempt(restarted: set[int]) -> str:
+    async def attempt(restarted: set[int]) -> str:
         attempts.append(set(restarted))
         if deaths:
             raise deaths.pop(0)
         return "refitted"
 
-    def restart(index: int) -> None:
+    async def restart(index: int) -> None:
         restarts.append(index)
         if restarts.count(2) == 1 and index == 2:
             raise lost(2)
 
-    assert until_no_engine_dies(attempt, restart, died=1) == ("refitted", {0, 1, 2})
+    assert await until_no_engine_dies(attempt, restart, died=1) == ("refitted", {0, 1, 2})
     assert restarts == [1, 0, 2, 2]
     assert attempts == [{1}, {0, 1}, {0, 1, 2}]
 
 
 @pytest.mark.parametrize("actor", [ActorName("policy rank", 0), "reward actor"])
-def test_the_death_of_another_actor_is_not_an_engines(actor: object):
+@as_story
+async def test_the_death_of_another_actor_is_not_an_engines(actor: object):
     death = ActorLost(actor, "settle", "killed")
 
-    def attempt(_: set[int]) -> None:
+    async def attempt(_: object) -> None:
         raise death
 
     with pytest.raises(ActorLost, match=f"{actor} died during settle: killed"):
-        until_no_engine_dies(attempt, lambda _: None)
+        await until_no_engine_dies(attempt, attempt)
     with pytest.raises(ActorLost):
         lost_engine(death)
     assert lost_engine(lost(3)) == 3

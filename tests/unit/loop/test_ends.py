@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -23,6 +24,7 @@ from mrl.train import train
 from tests.unit.algo.groups import group
 from tests.unit.loop.test_saving import Attempt
 from tests.unit.store.test_run_folder import config
+from tests.unit.stories import as_story
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -43,7 +45,11 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(check, "start_logging", lambda *_: set())  # which would take the messages away from pytest
         monkeypatch.setattr(entry, "prepare", lambda _: None)
         monkeypatch.setattr(entry, "open_folder", open_folder)
-        monkeypatch.setattr(entry, "run_attempt", lambda _train, _training, folder, _budget: attempt(Attempt(folder)))
+
+        async def run_attempt(_train: object, _training: object, folder: RunFolder, _budget: object) -> bool:
+            return attempt(Attempt(folder))
+
+        monkeypatch.setattr(entry, "run_attempt", run_attempt)
         return entry.main(train, ["grpo_tiny.yaml"])
 
     return run
@@ -170,15 +176,16 @@ def test_a_full_disk_whose_error_names_no_file_is_named_by_the_run_folder(
         assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
 
 
-def test_every_loop_ends_with_what_was_masked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+@as_story
+async def test_every_loop_ends_with_what_was_masked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(entry, "outlook", lambda *_, **__: "")
     monkeypatch.setattr(entry, "watch_hosts", lambda *_: nullcontext())
     tally = MaskTally().count([group([0.0, 0.0], name="a", invalid=[0])])
-    run = SimpleNamespace(masks=tally, begin=lambda _: "state", saved=lambda _: nullcontext())
+    run = SimpleNamespace(masks=tally, begin=AsyncMock(return_value="state"), saved=lambda _: nullcontext())
     training = SimpleNamespace(config=None, num_steps=2, open=lambda *_: nullcontext(run))
     loggers = SimpleNamespace(is_empty=True)
     folder = SimpleNamespace(measured=lambda *_, **__: None, next_metrics={}, open_loggers=lambda: nullcontext(loggers))
     # `mrl.train` and `mrl.api.start` both start runs by this.
-    with entry.start_run(cast(Any, training), cast(Any, folder), None, cast(Any, None)) as started:
+    async with entry.start_run(cast(Any, training), cast(Any, folder), None, cast(Any, None)) as started:
         assert started == (run, "state") and "masked" not in caplog.text
     assert "In the steps of this attempt 1 of 2 rollouts (50.0%) are masked, and not trained on; 1 " in caplog.text

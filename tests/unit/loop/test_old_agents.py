@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from mrl.cluster.event_loop import News
+from mrl.cluster.driver import DriverTasks
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.loop.queue import RolloutQueue
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
@@ -21,6 +21,7 @@ from mrl.store.summary import Clock
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RunState, SamplingParams
 from tests.unit.loop.test_rollout_queue import plan
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
+from tests.unit.stories import as_story
 from tests.waiting import HANG_S, wait_until
 
 AGENT = "tests.unit.rollout.trial_agents:echo"
@@ -35,7 +36,7 @@ class Agents:
         self.runner, self._agent = self.running.run(self._start())
         self.under_way: list[RolloutGroup] = []
         self.rollouts: list[Future[None]] = []
-        self.news = News()
+        self.tasks = DriverTasks()
 
     async def _start(self) -> tuple[AgentRunner, FunctionAgent]:
         runner = AgentRunner(self.running.gateway, url=self.running.url, timeout_s=HANG_S, masks_flagged=True)
@@ -73,13 +74,13 @@ class Agents:
         info = RolloutInfo(task.request_id, group.prompt.prompt_id, index, version, 1, length, "stop", one)
         group.note_sampled(info)
 
-    def wait(self, is_enough: Callable[[], bool]) -> None:
-        wait_until(is_enough, "rollouts")
+    async def wait(self, is_enough: Callable[[], bool], look: Callable[[], None]) -> None:
+        await asyncio.to_thread(wait_until, is_enough, "rollouts")
 
-    def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
+    async def judge(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], float]:
         return list(groups), 0.0
 
-    def drain(self) -> None:
+    async def drain(self) -> None:
         """Nothing: weights change under way."""
 
     def take_busy_s(self) -> float:
@@ -109,7 +110,10 @@ def prompt_of(name: str, **row: Any) -> Prompt:
     return Prompt(name, (1,), name, "", "echo", json.dumps(row))
 
 
-def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_trained(agents: Agents, tmp_path: Path):
+@as_story
+async def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_trained(
+    agents: Agents, tmp_path: Path
+):
     marker, ledger = tmp_path / "free", Ledger(tmp_path / "ledger.jsonl")
     slow = prompt_of("slow", does="wait", marker=str(marker))
     prompts = [(0, slow), *((0, prompt_of(f"p{number}", does="answer")) for number in range(40))]
@@ -123,9 +127,9 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
     )
     state, trained, num_again = RunState(step=0, weight_version=1), list[RolloutGroup](), 0.0
 
-    def step() -> None:
+    async def step() -> None:
         nonlocal num_again
-        supplied = queue.take(state, Clock())
+        supplied = await queue.take(state, Clock())
         assert supplied is not None
         assert all(
             state.weight_version - rollout.weight_version <= 1
@@ -137,16 +141,16 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
         ledger.train(state.step + 1, supplied.trained, supplied.dropped)
         state.step, state.weight_version = state.step + 1, state.weight_version + 1
         agents.engine.weight_version = state.weight_version
-        queue.go_on(state)
+        await queue.go_on(state)
 
-    queue.go_on(state)
+    await queue.go_on(state)
     while state.step < 2:  # two steps without it
-        step()
+        await step()
     (old,) = [group for group in agents.under_way if group.prompt == slow]
     marker.touch()
     wait_until(lambda: old.num_missing == 0, "end of the slow agents")
     while slow not in [group.prompt for group in trained]:
-        step()
+        await step()
     found = [group for group in trained if group.prompt == slow]
     asked = [group.weight_version for group in agents.under_way if group.prompt == slow]
     # On a slow host fresher groups come first once more; at the third time a step waits.

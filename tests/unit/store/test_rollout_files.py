@@ -38,6 +38,7 @@ from mrl.types import (
     Verdict,
 )
 from tests.unit.store.test_run_folder import config
+from tests.unit.stories import as_story
 from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
@@ -432,10 +433,11 @@ def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("setting", ["checkpointing.keep_rollouts_gb=0", "checkpointing.enabled=false"])
-def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
+@as_story
+async def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
     earlier(tmp_path / "rollouts")
     run, collector = load_config("grpo_tiny.yaml", [setting]), SimpleNamespace(on_whole=None)
-    with open_kept(
+    async with open_kept(
         run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9
     ) as found:
         assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's event loop, in its main thread: its tasks, how it waits for them, and the thread of what would block it.
+
+Training is one coroutine. Rollouts, calls to actors and watches of these are tasks beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+from mrl.cluster import hangs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
+GC_THRESHOLD = 50_000
+AT_WORK = "at_work"
+"""Name of the worker's function that calls another: by it the watchdog knows the thread."""
+# A signal ends a wait, and its progress is shown, after so long.
+TICK_S = 0.25
+# A run that ends because a task is stuck must not be stuck, too.
+END_TIMEOUT_S = 5.0
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "worker")
+
+
+async def in_worker(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Awaits a function that blocks: calls to all ranks, packing, files. One thread makes them all, in one order."""
+
+    def at_work() -> T:
+        return function(*arguments, **options)
+
+    return await asyncio.get_running_loop().run_in_executor(_worker(), at_work)
+
+
+class Silence(Exception):
+    """A wait ended because no news came in time."""
+
+
+class DriverTasks:
+    """Tasks beside the training. Their errors, and news of what they wait for, reach whoever waits."""
+
+    def __init__(self) -> None:
+        self.heard_at: dict[str, float] = {}
+        """Time of the last sign of life, by what is waited for."""
+        self.checks: list[Callable[[], None]] = []
+        """Called now and then in each wait: one that finds a signal raises."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task. Its error is raised in every present and later wait, if it is the first."""
+        task = asyncio.create_task(self._run(work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def check(self) -> None:
+        """Calls all `checks`."""
+        for check in self.checks:
+            check()
+
+    def tell(self, what: str, heard_at: float | None = None) -> None:
+        """Notes news: it has come, or is expected from a given moment on."""
+        moment = time.monotonic() if heard_at is None else heard_at
+        self.heard_at[what] = max(moment, self.heard_at.get(what, 0.0))
+        self._wake()
+
+    async def wait(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        what: str,
+        who: Callable[[], Collection[str]],
+        limit_s: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits until `is_enough`, which is asked after all news; calls `look` meanwhile, and at the end.
+
+        `who` names those that have not answered. Silence: for `limit_s` there was no sign of life.
+        """
+        self.heard_at[what] = max(time.monotonic(), self.heard_at.get(what, 0.0))
+        looked_at = 0.0
+
+        def is_over() -> bool:
+            nonlocal looked_at
+            if time.monotonic() >= looked_at + TICK_S:
+                looked_at = time.monotonic()
+                self.check()
+                look()
+            if self._error is not None:
+                raise self._error
+            return is_enough()
+
+        while not is_over():
+            heard_at = self.heard_at[what]
+            with hangs.waiting(what, who, heard_at):
+                while self.heard_at[what] == heard_at and not is_over():
+                    left_s = heard_at + limit_s - time.monotonic()
+                    if left_s < 0:
+                        raise Silence
+                    self._news = self._news or asyncio.get_running_loop().create_future()
+                    await asyncio.wait([self._news], timeout=min(left_s, TICK_S))
+        look()
+
+    async def end(self) -> None:
+        """Ends all tasks, and waits for them a while."""
+        tasks = tuple(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whoever waits raises it
+            self._error = self._error or error
+            self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
+
+@asynccontextmanager
+async def driver_tasks() -> AsyncIterator[DriverTasks]:
+    """The tasks of a run, which end with the `async with` block."""
+    gc.set_threshold(GC_THRESHOLD)
+    tasks = DriverTasks()
+    try:
+        yield tasks
+    finally:
+        await tasks.end()
