@@ -68,12 +68,10 @@ class PolicySession:
         """Inside the `with` block the policy can load a checkpoint."""
         return nullcontext()
 
-    async def on_ranks(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Awaits a function that calls ranks."""
-        return await in_worker(function, *arguments, **options)
+    on_ranks = staticmethod(in_worker)
 
     def room(self, *, is_needed: bool) -> AbstractAsyncContextManager[None]:
-        """Inside the `async with` block nobody needs to make room."""
+        """Nobody needs to make room."""
         return nullcontext()
 
 

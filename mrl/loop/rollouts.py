@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent import futures
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -239,19 +238,6 @@ async def open_kept(
         await in_worker(kept.close)
 
 
-def asked_by_thread(collector: RolloutCollector) -> Callable[[bool], list[RolloutGroup]]:
-    """Gives the thread that keeps rollouts `RolloutCollector.unfinished` of the present event loop."""
-    loop = asyncio.get_running_loop()
-
-    def unfinished(is_last: bool) -> list[RolloutGroup]:
-        try:
-            return asyncio.run_coroutine_threadsafe(collector.unfinished(is_last), loop).result(ASK_S)
-        except (TimeoutError, futures.CancelledError) as error:
-            raise RuntimeError("the run ends") from error
-
-    return unfinished
-
-
 def reviver(kept: KeptRollouts | None) -> Revive:
     """Gives the groups that an earlier attempt has kept, each as if this one had sampled and judged as much of it."""
 
@@ -286,11 +272,16 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             open_kept(config, folder, identity, session.collector, last_step=num_steps) as kept,
             open_saver(config, folder, session, kept) as saver,
         ):
-            collector, ledger = session.collector, folder.ledger
+            collector, ledger, loop = session.collector, folder.ledger, asyncio.get_running_loop()
             collector.tasks.checks.append(budget.check)
             queue = open_queue(config, data, collector, ledger, last_step=num_steps, revive=reviver(kept))
             if kept is not None:
-                kept.watch(queue.num_unjudged, asked_by_thread(collector))
+
+                def unfinished(is_last: bool) -> list[RolloutGroup]:
+                    """Asks from the thread that keeps rollouts."""
+                    return asyncio.run_coroutine_threadsafe(collector.unfinished(is_last), loop).result(ASK_S)
+
+                kept.watch(queue.num_unjudged, unfinished)
             supplier = RolloutSupplier(
                 config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept
             )

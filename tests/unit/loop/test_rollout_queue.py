@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 from collections import Counter
@@ -27,10 +28,9 @@ from mrl.store.ledger import Ledger, replay
 from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
 from tests.unit.data.test_prompts import configured, write
-from tests.unit.stories import as_story
 
 SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
-NUM_GENERATIONS = 2
+NUM_GENERATIONS, do = 2, asyncio.run
 
 
 @dataclass
@@ -135,21 +135,21 @@ def differs(group: RolloutGroup) -> bool:
     return len(set(group.rewards)) > 1
 
 
-async def run(queue: RolloutQueue, ledger: Ledger, *, steps: int, state: RunState | None = None) -> list[Supplied]:
+def run(queue: RolloutQueue, ledger: Ledger, *, steps: int, state: RunState | None = None) -> list[Supplied]:
     """The loop of mrl.train, as far as the queue sees it."""
     state = state or RunState(step=0, weight_version=1)
-    await queue.go_on(state)
+    do(queue.go_on(state))
     taken = []
     for _ in range(steps):
-        supplied = await queue.take(state, Clock())
+        supplied = do(queue.take(state, Clock()))
         if supplied is None:
             break
         taken.append(supplied)
         ledger.train(state.step + 1, supplied.trained, supplied.dropped)
         state.step += 1
-        await queue.pause()
+        do(queue.pause())
         state.weight_version += 1
-        await queue.go_on(state)
+        do(queue.go_on(state))
     return taken
 
 
@@ -166,10 +166,9 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / "ledger.jsonl")
 
 
-@as_story
-async def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
+def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
     source = Groups()
-    taken = await run(queue_of(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
+    taken = run(queue_of(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert source.asked == [((0, f"p{i}"), 1 + i // 2) for i in range(6)]
     assert ages(taken) == [[0, 0]] * 3
@@ -177,45 +176,40 @@ async def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
-@as_story
-async def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
+def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
     source = Groups({"p2": 9})
-    taken = await run(queue_of(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
+    taken = run(queue_of(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
     # Whoever is slow: the prompts of a step are those of a synchronous run, drawn `lag` steps before.
     assert names(taken) == [[f"p{2 * i}", f"p{2 * i + 1}"] for i in range(6)]
     assert ages(taken) == [[min(step, lag)] * 2 for step in range(6)]
     assert [one.metrics["train/max_trajectory_age"] for one in taken] == [min(step, lag) for step in range(6)]
-    # Nothing is asked for that no step will take.
     assert len(source.asked) == 12 and not source.under_way and not replay(ledger.path).taken
 
 
-@as_story
-async def test_engines_that_only_agents_ask_have_no_idle_share(tmp_path: Path):
+def test_engines_that_only_agents_ask_have_no_idle_share(tmp_path: Path):
     shares = []
     for busy_s in (0.0, 1e-9):
         ledger = Ledger(tmp_path / f"{busy_s}.jsonl")
         source = Groups(busy_s=busy_s)
-        (supplied,) = await run(queue_of(plan(), source, ledger, prompts(2), SAMPLING, last_step=1), ledger, steps=1)
+        (supplied,) = run(queue_of(plan(), source, ledger, prompts(2), SAMPLING, last_step=1), ledger, steps=1)
         shares.append(supplied.metrics.get("rollout/engine_idle_fraction"))
     assert shares[0] is None and shares[1] is not None and 0 <= shares[1] < 1
 
 
-@as_story
-async def test_in_flight_updates_do_not_wait(ledger: Ledger):
+def test_in_flight_updates_do_not_wait(ledger: Ledger):
     source = Groups({"p2": 9})
     queue = queue_of(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
-    await queue.go_on(RunState(weight_version=1))
-    assert await queue.pause() == {} and source.now == 0
+    do(queue.go_on(RunState(weight_version=1)))
+    assert do(queue.pause()) == {} and source.now == 0
     assert plan(1).waits_for_refit
 
 
-@as_story
-async def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
+def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
     source = Groups({"p0": 4, "p1": 4})
     queue = queue_of(
         plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5
     )
-    taken = await run(queue, ledger, steps=5)
+    taken = run(queue, ledger, steps=5)
     assert names(taken)[0] == ["p2", "p3"]
     assert max(itertools.chain(*ages(taken))) <= 1
     assert sum(one.metrics["rollout/regenerated_groups"] for one in taken) == 2
@@ -224,13 +218,12 @@ async def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when
     assert "p0" in itertools.chain(*names(taken))
 
 
-@as_story
-async def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledger: Ledger):
+def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledger: Ledger):
     source = Groups({"p0": 9, "p1": 2, "p2": 3, "p3": 9, "p4": 1})
     queue = queue_of(first_of(4, 1), source, ledger, prompts(6), SAMPLING, last_step=3)
-    await queue.go_on(RunState(weight_version=1))
+    do(queue.go_on(RunState(weight_version=1)))
     assert not source.asked  # the engines have no memory while the policy is trained
-    taken = await run(queue, ledger, steps=3)
+    taken = run(queue, ledger, steps=3)
     assert names(taken) == [["p1", "p2"], ["p0", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0], [1, 1], [1, 1]] and source.now == 9
     assert [one.metrics["rollout/unfinished_groups"] for one in taken] == [2, 0, 0]
@@ -250,52 +243,47 @@ def test_the_length_of_rollouts_that_went_on_is_compared_with_that_of_the_others
     assert carried_metrics(trained[1:], left, 5) == {"rollout/unfinished_groups": 1.0}
 
 
-@as_story
-async def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(
+def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ):
     source = Groups({"p0": 50, "p5": 50})
     queue = queue_of(
         plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(400), SAMPLING, last_step=150
     )
-    taken = await run(queue, ledger, steps=150)
+    taken = run(queue, ledger, steps=150)
     assert max(itertools.chain(*ages(taken))) <= 1
     asked = Counter(prompt_id for (_, prompt_id), _ in source.asked)
     assert max(asked.values()) == asked["p0"] == asked["p5"] == 3
     trained = list(itertools.chain(*names(taken)))
     assert {"p0", "p5"} <= set(trained) and len(trained) == len(set(trained))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        told[0].startswith("1 prompts (p0 of math and others) were sampled 2 times")
-        and "max_trajectory_age_steps=1 steps" in told[0]
-    )
+    assert told[0].startswith("1 prompts (p0 of math and others) were sampled 2 times")
+    assert "max_trajectory_age_steps=1 steps" in told[0]
     assert queue._num_too_old.keys() <= queue._asked.keys()
 
 
-@as_story
-async def test_freshest_first_takes_the_youngest(ledger: Ledger):
+def test_freshest_first_takes_the_youngest(ledger: Ledger):
     source = Groups({"p0": 1, "p1": 1, "p2": 1, "p3": 1})
     queue = queue_of(
         plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9
     )
     state = RunState(step=0, weight_version=1)
-    await queue.go_on(state)
-    first = await queue.take(state, Clock())
+    do(queue.go_on(state))
+    first = do(queue.take(state, Clock()))
     assert first is not None
     ledger.train(1, first.trained)
     state.step, state.weight_version = 1, 2
-    await queue.go_on(state)
+    do(queue.go_on(state))
     source.pass_time(source.now + 1)
-    second = await queue.take(state, Clock())
+    second = do(queue.take(state, Clock()))
     assert second is not None and [group.oldest_version for group in second.groups] == [2, 2]
 
 
-@as_story
-async def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
+def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
     same = {f"p{i}": (1.0, 1.0) for i in (0, 1, 2, 5)}
     source = Groups(rewards=same)
     queue = queue_of(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
-    first, second = await run(queue, ledger, steps=2)
+    first, second = run(queue, ledger, steps=2)
     # Batches (p0 p1), (p2 p3), (p4 p5).
     assert names([first]) == [["p3", "p4"]] and first.dropped == [(0, "p0"), (0, "p1"), (0, "p2"), (0, "p5")]
     assert first.metrics["train/dynamic_sampling_num_gen_batches"] == 3
@@ -304,37 +292,34 @@ async def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledge
     assert replay(ledger.path).dropped == {1: ((0, "p0"), (0, "p1"), (0, "p2"), (0, "p5"))}
 
 
-@as_story
-async def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
+def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
     source = Groups()
     queue = queue_of(
         plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs
     )
-    taken = await run(queue, ledger, steps=3)
+    taken = run(queue, ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0]] * 3
     assert [one.metrics["train/dynamic_sampling_num_discarded_valid_samples"] for one in taken] == [2, 2, 2]
     assert [version for key, version in source.asked if key == (0, "p2")] == [1, 2]
 
 
-@as_story
-async def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
+def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
     source = Groups()
     queue = queue_of(
         plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs
     )
-    first, second, _ = await run(queue, ledger, steps=3)
+    first, second, _ = run(queue, ledger, steps=3)
     assert first.metrics["train/dynamic_sampling_num_discarded_valid_samples"] == 0
     assert names([first, second]) == [["p0", "p1"], ["p2", "p3"]]
     assert [version for key, version in source.asked if key == (0, "p2")] == [1]
 
 
-@as_story
-async def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
+def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
     source = Groups(rewards={f"p{i}": (0.0, 0.0) for i in range(1, 12)})
     queue = queue_of(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
     with pytest.raises(Stopped) as ended:  # which saves the last step
-        await run(queue, ledger, steps=1)
+        run(queue, ledger, steps=1)
     assert isinstance(ended.value.__cause__, NoSignal)
     assert re.search(
         r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise", str(ended.value.__cause__)
@@ -342,20 +327,18 @@ async def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Led
     assert len(source.asked) == 6
 
 
-@as_story
-async def test_a_step_of_groups_left_over_asks_for_none_and_has_its_lines(ledger: Ledger):
+def test_a_step_of_groups_left_over_asks_for_none_and_has_its_lines(ledger: Ledger):
     queue = queue_of(
         plan(1, batch=4, max_batches=4), Groups(), ledger, prompts(20), SAMPLING, last_step=4, has_signal=differs
     )
-    _, second = await run(queue, ledger, steps=2)
+    _, second = run(queue, ledger, steps=2)
     assert names([second]) == [["p2", "p3"]] and second.metrics["train/dynamic_sampling_num_gen_batches"] == 0
     lines = step_lines(second.metrics | {"time/total": 1.0}, num_prompts=2, num_generations=NUM_GENERATIONS)
     assert lines[0] == "[Generate] 2 prompts x 2 generations = 4 responses (0.0s)"
 
 
 @pytest.mark.parametrize("waits", ["verdicts", "drain"])
-@as_story
-async def test_a_signal_ends_every_wait_of_a_step(ledger: Ledger, waits: str):
+def test_a_signal_ends_every_wait_of_a_step(ledger: Ledger, waits: str):
     ticks: list[int] = []
 
     def stop_at_once() -> None:
@@ -368,63 +351,57 @@ async def test_a_signal_ends_every_wait_of_a_step(ledger: Ledger, waits: str):
             self.pass_time(self.now + 1)
 
     queue = queue_of(plan(1), source := Ready(), ledger, prompts(8), SAMPLING, last_step=4)
-    await queue.go_on(RunState(step=0, weight_version=1))
+    do(queue.go_on(RunState(step=0, weight_version=1)))
     if waits == "drain":
         ticks.append(0)
     source.tasks.checks.append(stop_at_once)
     with pytest.raises(Stopped):
-        await (queue.pause() if waits == "drain" else queue.take(RunState(step=0, weight_version=1), Clock()))
+        do(queue.pause() if waits == "drain" else queue.take(RunState(step=0, weight_version=1), Clock()))
 
 
-@as_story
-async def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
+def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
     source = Groups(rewards={"p1": (0.0, 0.0)})
     queue = queue_of(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
-    assert names(await run(queue, ledger, steps=2)) == [["p0", "p2"]]
+    assert names(run(queue, ledger, steps=2)) == [["p0", "p2"]]
 
 
-@as_story
-async def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
+def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
     source = Groups()
     queue = queue_of(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
-    await queue.go_on(RunState(weight_version=1))
+    do(queue.go_on(RunState(weight_version=1)))
     held_out = [(-1, prompt) for _, prompt in prompts(2)]
-    groups = await queue.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock())
+    groups = do(queue.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock()))
     assert [group.prompt.prompt_id for group in groups] == ["p0", "p1"]
-    first = await queue.take(RunState(weight_version=1), Clock())
+    first = do(queue.take(RunState(weight_version=1), Clock()))
     assert first is not None and names([first]) == [["p0", "p1"]]
 
 
-@as_story
-async def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp_path: Path):
+def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp_path: Path):
     write(tmp_path / "train.jsonl", [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(8)])
     write(tmp_path / "validation.jsonl", [{"question": "1+1", "answer": "2"}])
     byte_tokenizer(4096).save_pretrained(tmp_path / "model")
     config = configured(tmp_path, "grpo.num_prompts_per_step=2")
     data = load_prompts(config)
 
-    async def steps(name: str, count: int, *, copy: Path | None = None) -> list[list[str]]:
+    def steps(name: str, count: int, *, copy: Path | None = None) -> list[list[str]]:
         """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
         ledger = Ledger(tmp_path / name)
         queue = open_queue(config, data, cast(RolloutCollector, Groups()), ledger, last_step=4)
         if copy is not None:  # the queue is there when a checkpoint is loaded
             ledger.roll_back(1, copy)
-        return names(
-            await run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1))
-        )
+        return names(run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
 
-    whole = await steps("unbroken", 4)
+    whole = steps("unbroken", 4)
     assert sorted(itertools.chain(*whole)) == [f"train:{number}" for number in range(1, 9)]
-    assert await steps("resumed", 1) + await steps("resumed", 2) + await steps("resumed", 1) == whole
-    assert await steps("damaged", 1) == whole[:1]
+    assert steps("resumed", 1) + steps("resumed", 2) + steps("resumed", 1) == whole
+    assert steps("damaged", 1) == whole[:1]
     Ledger(tmp_path / "damaged").copy_to(tmp_path / "copy")
     (tmp_path / "damaged").write_bytes(b"7\n")
-    assert await steps("damaged", 3, copy=tmp_path / "copy") == whole[1:]
+    assert steps("damaged", 3, copy=tmp_path / "copy") == whole[1:]
 
 
-@as_story
-async def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too_old(ledger: Ledger):
-    source, numbers = Groups(), plan(1)
+def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too_old(ledger: Ledger):
+    source = Groups()
 
     def revive(epoch: int, prompt: Prompt) -> RolloutGroup | None:
         if prompt.prompt_id not in ("p0", "p3"):
@@ -434,8 +411,8 @@ async def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_
         source.under_way[group.key] = (group, 0)  # so that it can be judged
         return group
 
-    queue = queue_of(numbers, source, ledger, prompts(8), SAMPLING, last_step=4, revive=revive)
-    taken = await run(queue, ledger, steps=4)
+    queue = queue_of(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4, revive=revive)
+    taken = run(queue, ledger, steps=4)
     assert sorted(itertools.chain(*names(taken))) == [f"p{index}" for index in range(8)]
     # p0 is a step older than the weights, as it may be; p3 is too old for its step, and asked for once.
     assert ages(taken)[0] == [1, 0] and max(itertools.chain(*ages(taken))) == 1
@@ -457,8 +434,7 @@ async def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_
     saved_at=st.integers(0, 8),
     kept=st.dictionaries(st.integers(0, 29), st.integers(0, 3)),
 )
-@as_story
-async def test_nothing_is_lost_or_trained_twice_over_a_kill(
+def test_nothing_is_lost_or_trained_twice_over_a_kill(
     tmp_path_factory: pytest.TempPathFactory,
     lag: int,
     batch: int,
@@ -500,10 +476,10 @@ async def test_nothing_is_lost_or_trained_twice_over_a_kill(
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
         return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs, revive=revive)
 
-    await run(queue(), ledger, steps=killed_at)
+    run(queue(), ledger, steps=killed_at)
     to_step = min(saved_at, len(ledger.state.trained))
     ledger.roll_back(to_step)
-    taken = await run(queue(), ledger, steps=99, state=RunState(step=to_step, weight_version=1))
+    taken = run(queue(), ledger, steps=99, state=RunState(step=to_step, weight_version=1))
     assert all(0 <= age <= lag for age in itertools.chain(*ages(taken)))
     trained = [key for keys in ledger.state.trained.values() for key in keys]
     dropped = [key for keys in ledger.state.dropped.values() for key in keys]
