@@ -35,6 +35,7 @@ from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import RefitInputs
 from tests import models
+from tests.drivers import do
 from tests.reading import read_layout
 from tests.rollouts import StartEngine, random_requests, run
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
@@ -131,7 +132,7 @@ def multi_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_refit_zero_passes_with_the_right_rule(start_engine: StartEngine, multi_head: Path) -> None:
     engine = start_engine(multi_head)
-    refit_between(multi_head, engine).zero()
+    do(refit_between(multi_head, engine).zero())
     assert engine.weight_version == 1
     assert run(engine, random_requests(2))
 
@@ -144,12 +145,12 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
     refit = refit_between(multi_head, engine)
     slot = f"model.layers.{ATTENTION_LAYER}.mixer.qkv_proj.weight"
     with pytest.raises(RefitError, match=rf"changed 1 of \d+ tensors of the engine.* {slot}$"):
-        refit.zero()
+        do(refit.zero())
     engine.add(random_requests(1))
     with pytest.raises(RuntimeError, match="must not sample"):
         engine.step()
     # Checksums agree with it: only refit zero stands between this rule and a run.
-    assert refit.run().verified_bytes > 0
+    assert do(refit.run()).verified_bytes > 0
 
 
 def test_with_grouped_queries_the_schedule_refuses_it(
