@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
@@ -70,7 +71,7 @@ def _findings(setup: Setup, precisions: Sequence[tuple[str, str]]) -> list[Row]:
         ]
         config = check_start(load_config("grpo_tiny.yaml", overrides))
         with tempfile.TemporaryDirectory() as logs:
-            findings = refit.examine(config, load_prompts(config), Path(logs))
+            findings = asyncio.run(refit.examine(config, load_prompts(config), Path(logs)))
         for finding in findings:
             name = f"{finding.check.name} {finding.subject}".strip()
             rows.append(
