@@ -184,7 +184,7 @@ def test_refit_zero_names_what_the_trainer_alone_rounds(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     engine = start_engine(folder, precision="bfloat16")
     with caplog.at_level("INFO", logger="mrl.cluster.refit"):
-        refit_between(folder, engine, "bfloat16").zero()
+        do(refit_between(folder, engine, "bfloat16").zero())
     (said,) = [record.getMessage() for record in caplog.records if "wider dtype" in record.getMessage()]
     assert "mixer.A" in said and "mixer.D" not in said and "e_score_correction_bias" not in said
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
