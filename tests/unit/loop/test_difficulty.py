@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -49,22 +50,25 @@ class Attempts:
 
     def steps(self, name: str, count: int = 99, *, copy: Path | None = None, is_killed: bool = False) -> list[str]:
         """Prompts of the next steps, one text a step; a killed attempt has begun a further one."""
+        return asyncio.run(self._steps(name, count, copy, is_killed=is_killed))
+
+    async def _steps(self, name: str, count: int, copy: Path | None, *, is_killed: bool) -> list[str]:
         ledger = Ledger(self.folder / name)
         queue = open_queue(
             self.config, self.data, cast(RolloutCollector, Groups(rewards=REWARDS)), ledger, last_step=99
         )
         ledger.roll_back(len(ledger.state.trained) if copy is None else len(replay(copy).trained), copy)
         state, found = RunState(step=len(ledger.state.trained), weight_version=1), list[str]()
-        queue.go_on(state)
+        await queue.go_on(state)
         for _ in range(count):
-            if (supplied := queue.take(state, Clock())) is None:
+            if (supplied := await queue.take(state, Clock())) is None:
                 return found
             ledger.train(state.step + 1, supplied.trained, supplied.dropped, supplied.rewards)
             found.append(" ".join(f"{epoch}{prompt_id}" for epoch, prompt_id in supplied.trained))
             state.step, state.weight_version = state.step + 1, state.weight_version + 1
-            queue.go_on(state)
+            await queue.go_on(state)
         if is_killed:
-            queue.take(state, Clock())
+            await queue.take(state, Clock())
         return found
 
 
