@@ -15,7 +15,7 @@ batches     consumes        judged groups: advantages, packed rows (mrl/loop/rol
             waits for       the groups of the next step
             unblocked by    the last verdict on them
 trainer     consumes        batches: old and reference logprobs, optimizer steps, weights for the engines
-            waits for       all ranks, in the one thread that calls them (mrl/cluster/driver.py)
+            waits for       all ranks, in the one thread that calls them (mrl/cluster/tasks.py)
             unblocked by    their answers; a refit also by the checksums of all bytes
 
 All live in one event loop. A signal ends a wait for rollouts, and the run once its last finished step is saved.

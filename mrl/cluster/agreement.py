@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.algo.agreement import FLIPPED_SHARE, MAX_MEAN_ERROR, Disagreement, find_disagreement, measure
-from mrl.cluster.driver import in_worker
 from mrl.cluster.policies import PolicyGroup
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens

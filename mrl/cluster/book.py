@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from mrl.cluster.driver import DriverTasks
 from mrl.cluster.errors import ActorLost
+from mrl.cluster.tasks import Tasks
 
 GENERATION = "generation"
 """Name of the driver's wait for sampling engines."""
@@ -52,7 +52,7 @@ class RequestBook(Generic[Q, A]):
         call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
         on_death: Callable[[int, ActorLost], None],
         *,
-        tasks: DriverTasks,
+        tasks: Tasks,
         max_fruitless_restarts: int = MAX_FRUITLESS_RESTARTS,
         num_calls: int = 1,
     ) -> None:
@@ -192,23 +192,17 @@ class ActorWork(Generic[A]):
     """An actor's work, a coroutine per request, and its answers since they were taken last. Lives in an event loop."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-        self._answers: dict[str, A] = {}
-        self._error: Exception | None = None
-        self._news: asyncio.Future[None] | None = None
-        self._num_takes = 0
-
-    def begin(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks = Tasks()
+        self.begin = self._tasks.begin
         """Starts work in the background; `take` raises its errors."""
-        task = asyncio.ensure_future(self._run(work))
-        self._running.add(task)
-        task.add_done_callback(self._end)
+        self._answers: dict[str, A] = {}
+        self._num_takes = 0
 
     def answer(self, request_id: str, answer: A) -> None:
         """Notes the answer to a request."""
         self._answers[request_id] = answer
         if len(self._answers) == 1:
-            self._tell()
+            self._tasks.wake()
 
     async def take(self, limit_s: float, *, gather_s: float) -> dict[str, A]:
         """Waits up to `limit_s` for the first answer, then `gather_s` for others under way; all answers by request id.
@@ -217,34 +211,16 @@ class ActorWork(Generic[A]):
         """
         self._num_takes += 1
         take = self._num_takes
-        self._tell()
+        self._tasks.wake()
         await self._wait(take, lambda: bool(self._answers), limit_s)
         if self._answers:
-            await self._wait(take, lambda: not self._running, gather_s)
-        if self._error is not None:
-            raise self._error
+            await self._wait(take, lambda: self._tasks.are_over, gather_s)
         answers, self._answers = self._answers, {}
         return answers
 
     async def _wait(self, take: int, is_enough: Callable[[], bool], limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while not (is_enough() or self._error or take < self._num_takes) and (left_s := end - time.monotonic()) > 0:
-            if self._news is None:
-                self._news = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._news], timeout=left_s)
-
-    async def _run(self, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        except Exception as error:  # whoever takes answers raises it
-            self._error = self._error or error
-
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not self._running or self._error is not None:
-            self._tell()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, None
-        if news is not None:
-            news.set_result(None)
+        self._tasks.raise_first()
+        while not (is_enough() or take < self._num_takes) and (left_s := end - time.monotonic()) > 0:
+            await self._tasks.news(left_s)
+            self._tasks.raise_first()

@@ -22,7 +22,6 @@ from mrl import numa, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
 from mrl.cluster.calls import answered, ask, start_actor, wait_all
-from mrl.cluster.driver import DriverTasks, in_worker
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost
@@ -30,6 +29,7 @@ from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
 from mrl.cluster.service import ENGINES, LOOK_S, Service
+from mrl.cluster.tasks import Tasks, in_worker
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -183,7 +183,7 @@ class EngineActor:
 class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
         self.config, self.placement = config, placement
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0

@@ -24,7 +24,6 @@ from mrl import rooms, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork
 from mrl.cluster.calls import answered, ask, start_actor
-from mrl.cluster.driver import in_worker
 from mrl.cluster.engine_line import EngineLine
 from mrl.cluster.engines import EngineActor, EngineGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
@@ -34,6 +33,7 @@ from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import GATEWAYS, LOOK_S, Service, judges_kind
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.traces import Traces
 from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent, parts_at_work

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from mrl.cluster import scheduling
-from mrl.cluster.driver import DriverTasks
 from mrl.cluster.engines import EngineActor, start_engine
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import LOOK_S, Service, judges_kind
+from mrl.cluster.tasks import Tasks
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.judge_runs import judge_run
 from mrl.config.schema.run import RunConfig
@@ -28,9 +28,7 @@ VERSION = 0
 class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
     """The engines of one judge, which gateways ask."""
 
-    def __init__(
-        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks
-    ) -> None:
+    def __init__(self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
         self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
         self._num_gateways = scheduling.num_gateways(config)
         self.on_change: Callable[[], None] = lambda: None
@@ -58,7 +56,7 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
 
 
 def start_judges(
-    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks
+    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks
 ) -> Mapping[str, JudgeGroup]:
     """Starts the engines of all judges; does not wait for them."""
     return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}

@@ -27,12 +27,12 @@ from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
 from conversion.texts import listed
 from mrl.cluster.calls import wait_all
-from mrl.cluster.driver import in_worker
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import until_no_engine_dies
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.env import kill_point

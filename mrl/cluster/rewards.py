@@ -25,7 +25,6 @@ from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.book import VERDICTS, ActorWork
 from mrl.cluster.calls import answered, ask, start_actor
-from mrl.cluster.driver import DriverTasks, Silence
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.event_loop import wait_in_loop
@@ -33,6 +32,7 @@ from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
 from mrl.cluster.service import LOOK_S, REWARDS, Service
+from mrl.cluster.tasks import Silence, Tasks
 from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
@@ -215,7 +215,7 @@ class RewardActor:
 class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
     """The driver's handle on reward actors. `book` carries them rollouts; a dead one is restarted and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: DriverTasks) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
         self.config, self.placement = config, placement
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)

@@ -16,8 +16,8 @@ from conversion.texts import listed
 from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
 from mrl.cluster.book import GENERATION
-from mrl.cluster.driver import Silence
 from mrl.cluster.errors import DeadlineExceeded
+from mrl.cluster.tasks import Silence
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.order import LengthHints

@@ -16,9 +16,9 @@ import ray
 
 from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, VERDICTS, RequestBook
 from mrl.cluster.calls import Actors, answered
-from mrl.cluster.driver import DriverTasks
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.scheduling import ENGINE, JUDGE
+from mrl.cluster.tasks import Tasks
 from mrl.config.texts import rounded
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         service: ServiceKind,
         num_actors: int,
         *,
-        tasks: DriverTasks,
+        tasks: Tasks,
         log_folder: Path,
         deadline_s: float,
         start_s: float,
@@ -95,7 +95,6 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             num_calls=service.num_calls,
         )
         self._starts: dict[int, ray.ObjectRef[R]] = {}
-
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
             self.book.begin(index)

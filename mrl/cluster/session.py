@@ -18,7 +18,6 @@ from typing import ParamSpec, TypeVar
 
 from conversion.files.durable import remove_file
 from mrl import startup
-from mrl.cluster.driver import DriverTasks, driver_tasks, in_worker
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.gateway import start_gateways
 from mrl.cluster.judge_engines import start_judges
@@ -28,6 +27,7 @@ from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.scheduling import until_no_engine_dies
+from mrl.cluster.tasks import Tasks, in_worker, started_tasks
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
@@ -272,11 +272,11 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
 
 
 @asynccontextmanager
-async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, DriverTasks]]:
+async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, Tasks]]:
     """Ray, a place for every slot, and the driver's tasks, inside the block."""
     with placed_slots(config, log_folder) as placement:
         try:
-            async with driver_tasks() as tasks:
+            async with started_tasks() as tasks:
                 yield placement, tasks
         finally:
             remove_file(log_folder / FILE_NAME)
@@ -290,7 +290,7 @@ def start_apart(config: RunConfig, ranks: Ranks, model: ModelName, *, pad_token_
 
 
 async def start_models(
-    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, tasks: DriverTasks
+    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, tasks: Tasks
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
     """Models of ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
     engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)

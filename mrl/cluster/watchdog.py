@@ -28,9 +28,9 @@ from conversion.files.limits import flush_console, within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
-from mrl.cluster.driver import AT_WORK
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
 from mrl.cluster.lifetime import kill_processes
+from mrl.cluster.tasks import AT_WORK
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import all_deadlines
 from mrl.shortage import end_on_shortage

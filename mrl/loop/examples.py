@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mrl.algo.supervised import perplexity
-from mrl.cluster.driver import in_worker
 from mrl.cluster.payload import put_batch
 from mrl.cluster.session import Session, start_policies
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.model import with_value
 from mrl.config.schema.algo import GrpoConfig

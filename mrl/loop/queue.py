@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import has_signal
-from mrl.cluster.driver import in_worker
+from mrl.cluster.tasks import in_worker
 from mrl.config.schema.run import RunConfig
 from mrl.data.difficulty import DifficultyPools
 from mrl.data.order import prompt_order

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.algo.rewards import is_lone, without_lone
-from mrl.cluster.driver import in_worker
+from mrl.cluster.tasks import in_worker
 from mrl.config.model import with_value
 from mrl.config.rules.data import gives_accuracy, is_agent
 from mrl.config.schema.run import RunConfig

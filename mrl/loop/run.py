@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, TypeVar
 
 from mrl import startup
-from mrl.cluster.driver import in_worker
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.texts import counted
 from mrl.loop.signal_watch import MaskTally, NoSignal, reason_of_masks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
 from conversion.files.manifest import WRITTEN, read_written
-from mrl.cluster.driver import in_worker
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import step_span

@@ -70,7 +70,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         *_ROLLOUTS,
         "mrl/cluster/rewards.py",
         "mrl/cluster/service.py",
-        "mrl/cluster/driver.py",
+        "mrl/cluster/tasks.py",
         "mrl/cluster/calls.py",
     ),
     "faults": (

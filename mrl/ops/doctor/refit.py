@@ -22,12 +22,12 @@ import torch
 
 from conversion.boxes import Slot
 from mrl.cluster.agreement import compared_precision, long_prompt, requests, sample, trainer_logprobs
-from mrl.cluster.driver import driver_tasks
 from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
+from mrl.cluster.tasks import started_tasks
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.model import with_value
@@ -143,7 +143,7 @@ async def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list
         processes.enter_context(suppress(Failed))
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
-            tasks = await processes.enter_async_context(driver_tasks())
+            tasks = await processes.enter_async_context(started_tasks())
             models, engines, refit = await start_models(
                 config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder, tasks=tasks
             )

@@ -14,10 +14,10 @@ import ray
 from ray.actor import ActorHandle
 
 from conversion.boxes import Slot
-from mrl.cluster.driver import driver_tasks
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
+from mrl.cluster.tasks import started_tasks
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import RolloutRequest, SamplingParams
@@ -68,7 +68,7 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         "policy.refit_buffer_size_gb=0.0005",  # several rounds
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+    with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         models, engines, refit = do(
             start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs", tasks=tasks)
         )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.driver import driver_tasks
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.runtime import placed_slots
+from mrl.cluster.tasks import started_tasks
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from tests.drivers import call, opened
@@ -42,7 +42,7 @@ def shared_memory(pids: list[int]) -> set[str]:
 def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
-    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+    with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         engines = call(lambda: EngineGroup(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
         engines.wait_until_built()
         ((first, second),) = engines.apply(worker_pids, deadline_s=DEADLINE_S)

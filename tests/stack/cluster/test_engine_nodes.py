@@ -15,12 +15,12 @@ import ray
 
 from conversion.boxes import Slot
 from mrl.cluster.calls import ask, start_actor
-from mrl.cluster.driver import driver_tasks
 from mrl.cluster.engines import EngineActor
 from mrl.cluster.environment import engine_variables
 from mrl.cluster.gateway import start_gateways
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.session import start_models
+from mrl.cluster.tasks import started_tasks
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import Rollout
@@ -77,7 +77,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(
     if kinds == ("pipeline",):  # vLLM needs attention on both stages
         save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
     config = load_config("grpo_tiny.yaml", [*inputs, *SMALL, *sizes, *engine])
-    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+    with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         (slots,) = placement.engines
         assert slots.parts(placement.node_of) == [(0,), (1,)]
         models, engines, refit = do(

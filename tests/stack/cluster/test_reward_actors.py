@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import ray
 
-from mrl.cluster.driver import driver_tasks
 from mrl.cluster.payload import pack
 from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots, wait_for_graders
 from mrl.cluster.service import LOOK_S
+from mrl.cluster.tasks import started_tasks
 from mrl.config.load import load_config
 from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, Verdict
 from tests.drivers import call, do, opened
@@ -102,7 +102,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         shown_if_failed(tmp_path / "logs"),
         placed_slots(config, tmp_path / "logs") as placement,
         caplog.at_level(logging.INFO),
-        opened(driver_tasks()) as tasks,
+        opened(started_tasks()) as tasks,
     ):
         rewards = call(lambda: Rewards(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
         rewards.wait_until_built()
@@ -175,7 +175,7 @@ def test_rewards_stay_on_the_node_without_slots_and_gpus_though_their_actor_dies
         with (
             placed_slots(config, tmp_path / "logs") as placement,
             caplog.at_level(logging.INFO),
-            opened(driver_tasks()) as tasks,
+            opened(started_tasks()) as tasks,
         ):
             (grader,) = (node["NodeID"] for node in ray.nodes() if not {"CPU", "GPU"} & node["Resources"].keys())
             rewards = call(lambda: Rewards(config, placement, log_folder=tmp_path / "logs", tasks=tasks))

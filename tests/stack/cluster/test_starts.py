@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from mrl.cluster import calls, policies, runtime, session
 from mrl.cluster.calls import ask, start_actor, wait_all
-from mrl.cluster.driver import DriverTasks, driver_tasks
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import RAY_LIMITS, Placement, placed_slots
 from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.session import start_models
+from mrl.cluster.tasks import Tasks, started_tasks
 from mrl.config.load import load_config
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
@@ -77,7 +77,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
     placement = Placement.__new__(Placement)
     placement.num_slots, placement.num_policy_ranks, placement.own_slots = 1, 1, {}
     config, log_folder = load_config("grpo_tiny.yaml", overrides), Path("logs")
-    do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=DriverTasks()))
+    do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=Tasks()))
     assert calls == order
 
 
@@ -129,7 +129,7 @@ def threads_of_torch(policy) -> int:
 def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.num_cpu_engines=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
-    with placed_slots(config) as placement, opened(driver_tasks()) as tasks:
+    with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         engines = call(lambda: EngineGroup(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
         engines.wait_until_built()
         (meeting := tmp_path / "meeting").mkdir()

@@ -16,9 +16,9 @@ import torch
 from conversion.boxes import Slot
 from mrl.cluster import calls, refit
 from mrl.cluster.calls import Actors, wait_all
-from mrl.cluster.driver import in_worker
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.refit import Refitter
+from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.phases import PHASES, Phase
 from mrl.shortage import WAY_OUT

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from mrl.cluster import hangs
-from mrl.cluster.driver import DriverTasks, Silence, driver_tasks, in_worker
+from mrl.cluster.tasks import Silence, Tasks, in_worker, started_tasks
 from mrl.cluster.watchdog import innermost
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
@@ -19,7 +19,7 @@ from tests.waiting import HANG_S
 
 @as_story
 async def test_a_wait_ends_when_news_make_it_enough_and_the_watchdog_knows_for_whom():
-    async with driver_tasks() as tasks:
+    async with started_tasks() as tasks:
         come, seen, looks = list[int](), [], list[int]()
 
         async def work() -> None:
@@ -40,7 +40,7 @@ async def test_a_wait_ends_when_news_make_it_enough_and_the_watchdog_knows_for_w
 
 @as_story
 async def test_silence_ends_a_wait_unless_something_is_expected_later():
-    tasks = DriverTasks()
+    tasks = Tasks()
     with pytest.raises(Silence):
         await tasks.wait(lambda: False, what="rewards", who=list, limit_s=0.0)
     assert hangs.waits == []
@@ -57,7 +57,7 @@ async def test_silence_ends_a_wait_unless_something_is_expected_later():
 
 @as_story
 async def test_whoever_waits_raises_the_first_error_of_the_tasks():
-    tasks = DriverTasks()
+    tasks = Tasks()
 
     async def fail(name: str) -> None:
         raise ValueError(name)
@@ -72,7 +72,7 @@ async def test_whoever_waits_raises_the_first_error_of_the_tasks():
 
 @as_story
 async def test_a_signal_ends_a_wait_without_news():
-    tasks, is_asked = DriverTasks(), False
+    tasks, is_asked = Tasks(), False
 
     def check() -> None:
         if is_asked:
@@ -90,7 +90,7 @@ async def test_a_signal_ends_a_wait_without_news():
 @as_story
 async def test_no_task_goes_on_after_a_run_and_those_of_others_do():
     other = asyncio.ensure_future(asyncio.sleep(HANG_S))
-    async with driver_tasks() as tasks:
+    async with started_tasks() as tasks:
         task = tasks.begin(asyncio.sleep(HANG_S))
         await settled()
     assert task.cancelled() and not other.done()
@@ -113,7 +113,7 @@ async def test_the_loop_goes_on_while_the_worker_is_blocked_and_the_watchdog_nam
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        assert innermost(file.read().decode()).startswith("call_of_all_ranks (test_driver.py:")
+        assert innermost(file.read().decode()).startswith("call_of_all_ranks (test_tasks.py:")
     held.release()
     name = await working
     assert name == await in_worker(lambda: threading.current_thread().name), "one thread"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's event loop, in its main thread: its tasks, how it waits for them, and the thread of what would block it.
+"""Tasks of an event loop, waits for them, and the driver's thread for what would block its loop.
 
-Training is one coroutine. Rollouts, calls to actors and watches of these are tasks beside it.
+In the driver training is one coroutine; rollouts, calls to actors and watches of these are tasks beside it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Silence(Exception):
     """A wait ended because no news came in time."""
 
 
-class DriverTasks:
-    """Tasks beside the training. Their errors, and news of what they wait for, reach whoever waits."""
+class Tasks:
+    """Tasks in the background. Their errors, and news of what they wait for, reach whoever waits."""
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
@@ -64,8 +64,18 @@ class DriverTasks:
         """Starts a task. Its error is raised in every present and later wait, if it is the first."""
         task = asyncio.create_task(self._run(work))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._end)
         return task
+
+    @property
+    def are_over(self) -> bool:
+        """True when no task is left."""
+        return not self._running
+
+    def raise_first(self) -> None:
+        """Raises the first error of a task, if there is one."""
+        if self._error is not None:
+            raise self._error
 
     def check(self) -> None:
         """Calls all `checks`."""
@@ -76,7 +86,18 @@ class DriverTasks:
         """Notes news: it has come, or is expected from a given moment on."""
         moment = time.monotonic() if heard_at is None else heard_at
         self.heard_at[what] = max(moment, self.heard_at.get(what, 0.0))
-        self._wake()
+        self.wake()
+
+    def wake(self) -> None:
+        """Has everyone who waits look again."""
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
+    async def news(self, limit_s: float) -> None:
+        """Waits until `wake`, or the end of a task, but not longer than `limit_s`."""
+        self._news = self._news or asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._news], timeout=limit_s)
 
     async def wait(
         self,
@@ -100,8 +121,7 @@ class DriverTasks:
                 looked_at = time.monotonic()
                 self.check()
                 look()
-            if self._error is not None:
-                raise self._error
+            self.raise_first()
             return is_enough()
 
         while not is_over():
@@ -111,8 +131,7 @@ class DriverTasks:
                     left_s = heard_at + limit_s - time.monotonic()
                     if left_s < 0:
                         raise Silence
-                    self._news = self._news or asyncio.get_running_loop().create_future()
-                    await asyncio.wait([self._news], timeout=min(left_s, TICK_S))
+                    await self.news(min(left_s, TICK_S))
         look()
 
     async def end(self) -> None:
@@ -128,19 +147,17 @@ class DriverTasks:
             await work
         except Exception as error:  # whoever waits raises it
             self._error = self._error or error
-            self._wake()
 
-    def _wake(self) -> None:
-        news, self._news = self._news, None
-        if news is not None:
-            news.set_result(None)
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self.wake()
 
 
 @asynccontextmanager
-async def driver_tasks() -> AsyncIterator[DriverTasks]:
+async def started_tasks() -> AsyncIterator[Tasks]:
     """The tasks of a run, which end with the `async with` block."""
     gc.set_threshold(GC_THRESHOLD)
-    tasks = DriverTasks()
+    tasks = Tasks()
     try:
         yield tasks
     finally:
