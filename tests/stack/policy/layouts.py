@@ -21,14 +21,6 @@ from tests.reading import read_canonical
 from tests.stack.policy import layout_ranks
 from tests.stack.ranks import RankPool
 
-TP2: dict[str, object] = dict(tensor_model_parallel_size=2)
-TP2_SP: dict[str, object] = dict(**TP2, sequence_parallel=True)
-PP2: dict[str, object] = dict(pipeline_model_parallel_size=2)
-VPP2: dict[str, object] = dict(**PP2, virtual_pipeline_model_parallel_size=2)
-EP2: dict[str, object] = dict(expert_model_parallel_size=2)
-CP2: dict[str, object] = dict(context_parallel_size=2)
-CP4: dict[str, object] = dict(context_parallel_size=4)
-
 Gradients = tuple[float, dict[str, np.ndarray]]
 """Loss, and gradients by canonical name."""
 

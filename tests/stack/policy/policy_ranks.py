@@ -345,17 +345,6 @@ def first_step_of_plans(rank: Rank, config: RunConfig, algorithms: Sequence[str]
     return metrics
 
 
-def logprobs_of_rollouts(rank: Rank, config: RunConfig) -> dict[int, np.ndarray]:
-    """Logprobs of the generated tokens of every rollout, from whole rows; empty on all but the last stage."""
-    with open_policy(rank, config) as policy:
-        rows, found = packed_rows(config.policy, 0, 1), {}
-        for row, logprobs_T in zip(rows, policy.logprobs_of_rows(rows), strict=False):
-            bounds = row.cu_seqlens.tolist()
-            for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
-                found[index] = logprobs_T[start:stop][row.generated_mask_T[start:stop].bool().numpy()]
-        return found
-
-
 def settle_after_steps(
     rank: Rank, config: RunConfig
 ) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conversion.cache import cached_mcore
+from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
@@ -28,3 +29,11 @@ def test_both_ways_of_loading_give_the_same_bits(
     results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=policy_ranks.world_size(layout))
     assert [differing for differing, _ in results] == [[]] * len(results)
     assert all(num_compared > 50 for _, num_compared in results)
+
+
+def test_both_ways_of_loading_give_the_same_bits_to_virtual_stages(ranks: RankPool, tmp_path: Path):
+    folder = models.save_model(tmp_path / "model", "qwen3_moe", tie_word_embeddings=True)
+    config = policy_ranks.run_config(folder, "pp2 vpp2", "loss_fn.reference_policy_kl_penalty=0.01")
+    cached = cached_mcore(folder, tmp_path / "cache", parallel=config.policy.megatron_cfg.parallel)
+    results = ranks.run(policy_ranks.load_both_ways, config, cached, world_size=2)
+    assert [differing for differing, _ in results] == [[], []]

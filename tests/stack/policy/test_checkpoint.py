@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,34 +17,63 @@ from conversion.boxes import Slot
 from conversion.families.registry import family
 from conversion.files.manifest import WRITTEN
 from conversion.files.torch_dist import TorchDistFolder
+from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
 SAVED_LAYOUT = "tp2 sp dp2 ep2"
+# The hybrid model; and one with tied embeddings, which its first and its last virtual stage hold.
+CASES = {
+    "hybrid": (SAVED_LAYOUT, ("pp2 dp2 ep2", "cp2 ep2", "one")),
+    "virtual": ("pp2 vpp2", ("one",)),
+    "virtual, from one rank": ("one", ("pp2 vpp2",)),
+}
 UNDISTRIBUTED = ("optimizer.use_distributed_optimizer", "distributed_data_parallel_config.overlap_param_gather")
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
+@dataclass(frozen=True)
+class Saved:
     """A checkpoint after two steps, and what each rank did in the two steps that followed."""
-    weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
-    config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    results = ranks.run(
-        save_ranks.save_after_steps, config, weights_dir, 2, world_size=policy_ranks.world_size(SAVED_LAYOUT)
-    )
-    return weights_dir, results
+
+    folder: Path
+    layout: str
+    weights_dir: Path
+    results: list
 
 
-def test_a_save_leaves_no_helper_processes(saved: tuple[Path, list]):
-    assert [children for _, _, children in saved[1]] == [[]] * policy_ranks.world_size(SAVED_LAYOUT)
+@pytest.fixture(scope="module")
+def saved_as(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    tied = cache(lambda: models.save_model(tmp_path_factory.mktemp("tied"), "qwen3_moe", tie_word_embeddings=True))
+
+    @cache
+    def saved_as(case: str) -> Saved:
+        model, layout = folder if case == "hybrid" else tied(), CASES[case][0]
+        weights_dir = tmp_path_factory.mktemp("step_2") / "weights"
+        config = policy_ranks.run_config(model, layout)
+        size = policy_ranks.world_size(layout)
+        results = ranks.run(save_ranks.save_after_steps, config, weights_dir, 2, world_size=size)
+        return Saved(model, layout, weights_dir, results)
+
+    return saved_as
 
 
-def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, folder: Path, saved: tuple[Path, list]):
-    weights_dir, unbroken = saved
-    config = policy_ranks.run_config(folder, SAVED_LAYOUT)
-    resumed = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(SAVED_LAYOUT))
-    assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
+@pytest.fixture(scope="module")
+def saved(saved_as: Callable[[str], Saved]) -> Saved:
+    return saved_as("hybrid")
+
+
+def test_a_save_leaves_no_helper_processes(saved: Saved):
+    assert [children for _, _, children in saved.results] == [[]] * policy_ranks.world_size(SAVED_LAYOUT)
+
+
+@pytest.mark.parametrize("case", ["hybrid", "virtual"])
+def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, saved_as: Callable[[str], Saved], case: str):
+    saved = saved_as(case)
+    config = policy_ranks.run_config(saved.folder, saved.layout)
+    size = policy_ranks.world_size(saved.layout)
+    resumed = ranks.run(save_ranks.load_and_step, config, saved.weights_dir, world_size=size)
+    assert resumed == [(metrics, checksums) for metrics, checksums, _ in saved.results]
 
 
 def test_what_is_written_late_is_what_was_saved_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
@@ -72,14 +104,14 @@ def test_a_write_that_fails_in_the_background_is_told_with_its_file(ranks: RankP
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize("layout", ["pp2 dp2 ep2", "cp2 ep2", "one"])
+@pytest.mark.parametrize(("case", "layout"), [(case, other) for case, (_, others) in CASES.items() for other in others])
 def test_another_layout_goes_on_with_the_same_losses(
-    ranks: RankPool, folder: Path, saved: tuple[Path, list], layout: str
+    ranks: RankPool, saved_as: Callable[[str], Saved], case: str, layout: str
 ):
-    weights_dir, unbroken = saved
-    config = policy_ranks.run_config(folder, layout)
-    metrics, _ = ranks.run(save_ranks.load_and_step, config, weights_dir, world_size=policy_ranks.world_size(layout))[0]
-    expected = unbroken[0][0]
+    saved = saved_as(case)
+    config, size = policy_ranks.run_config(saved.folder, layout), policy_ranks.world_size(layout)
+    metrics, _ = ranks.run(save_ranks.load_and_step, config, saved.weights_dir, world_size=size)[0]
+    expected = saved.results[0][0]
     for name, tolerance in (("train/loss", 5e-7), ("train/grad_norm", 5e-6)):
         np.testing.assert_allclose(
             [step[name] for step in metrics], [step[name] for step in expected], atol=tolerance, rtol=tolerance
@@ -102,13 +134,18 @@ def test_an_optimizer_that_is_not_distributed_goes_on_bit_for_bit(ranks: RankPoo
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
-def test_keys_are_those_of_transformer_engine_models(folder: Path, saved: tuple[Path, list]):
-    iteration = saved[0] / "iter_0000000"
-    hf_config = json.loads((folder / "config.json").read_text())
+@pytest.mark.parametrize(("case", "padded_vocabulary"), [("hybrid", 512), ("virtual", None)])
+def test_keys_are_those_of_transformer_engine_models_in_any_layout(
+    saved_as: Callable[[str], Saved], case: str, padded_vocabulary: int | None
+):
+    saved = saved_as(case)
+    iteration = saved.weights_dir / "iter_0000000"
+    hf_config = json.loads((saved.folder / "config.json").read_text())
     assert json.loads((iteration / "hf_config.json").read_text()) == hf_config
-    assert json.loads((iteration / "run_config.yaml").read_text())["model"]["tensor_model_parallel_size"] == 2
-    assert (saved[0] / "latest_checkpointed_iteration.txt").read_text() == "0"
-    weights = family(hf_config).torch_dist_layout(hf_config, "float32", 512)
+    model = json.loads((iteration / "run_config.yaml").read_text())["model"]
+    assert model["tensor_model_parallel_size"] == (2 if case == "hybrid" else 1)
+    assert (saved.weights_dir / "latest_checkpointed_iteration.txt").read_text() == "0"
+    weights = family(hf_config).torch_dist_layout(hf_config, "float32", padded_vocabulary)
     checkpoint = TorchDistFolder(iteration)
     checkpoint.check(weights)
     for slot in weights:
@@ -177,14 +214,12 @@ def test_a_resumed_run_has_the_settings_of_a_fresh_one_at_its_step(
     assert rates == [pytest.approx(1e-4 + 3.9e-3 * (1 - step / 39)) for step in (3, 4)]
 
 
-def test_optimizer_state_of_another_form_is_refused_with_the_setting(
-    ranks: RankPool, folder: Path, saved: tuple[Path, list]
-):
+def test_optimizer_state_of_another_form_is_refused_with_the_setting(ranks: RankPool, folder: Path, saved: Saved):
     config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in UNDISTRIBUTED])
     with pytest.raises(
         RuntimeError, match=r"ValueError: .*optimizer\.use_distributed_optimizer=False .*: set that as it was"
     ):
-        ranks.run(save_ranks.load_and_step, config, saved[0], world_size=1)
+        ranks.run(save_ranks.load_and_step, config, saved.weights_dir, world_size=1)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(ranks: RankPool, folder: Path, tmp_path: Path):

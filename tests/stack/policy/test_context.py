@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import RankPool
 
@@ -37,30 +35,3 @@ def test_steps_have_the_metrics_of_one_rank(ranks: RankPool, folder: Path, layou
         for name, value in expected_step.items():
             assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert expected[-1]["train/kl_penalty"] > 0
-
-
-@pytest.mark.parametrize("layout", ["cp2 ep2", pytest.param("tp2 sp pp2 cp2 ep4", marks=LONG)])
-def test_whole_rows_have_the_logprobs_of_one_rank(ranks: RankPool, folder: Path, layout: str):
-    (expected,) = ranks.run(policy_ranks.logprobs_of_rollouts, policy_ranks.run_config(folder, "one"), world_size=1)
-    config = policy_ranks.run_config(folder, layout)
-    results = [
-        found
-        for found in ranks.run(policy_ranks.logprobs_of_rollouts, config, world_size=policy_ranks.world_size(layout))
-        if found
-    ]
-    assert results
-    for found in results:
-        assert found.keys() == expected.keys() == set(range(policy_ranks.NUM_SEQUENCES))
-        for index, logprobs in expected.items():
-            np.testing.assert_allclose(found[index], logprobs, atol=1e-5)
-
-
-def test_parts_of_a_row_have_the_positions_of_yarn(ranks: RankPool, tmp_path: Path):
-    """Megatron puts parts of rows into pinned memory, which hosts without a GPU lack."""
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024, rope_theta=1e6)
-    folder = models.save_model(tmp_path, "qwen3", rope_parameters=yarn)
-    one, two = (policy_ranks.run_config(folder, layout) for layout in ("one", "cp2"))
-    (expected,) = ranks.run(policy_ranks.logprobs_of_rollouts, one, world_size=1)
-    for found in filter(None, ranks.run(policy_ranks.logprobs_of_rollouts, two, world_size=2)):
-        for index, logprobs in expected.items():
-            np.testing.assert_allclose(found[index], logprobs, atol=1e-5)

@@ -10,18 +10,17 @@ import pytest
 
 from mrl.config.schema.megatron import FreezeConfig
 from tests.stack.policy import policy_ranks, save_ranks
-from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of
+from tests.stack.policy.layouts import assert_close, gradients_of
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 # The embedding, and the first layers whole, so that what comes out of the first stage needs no gradient of its own.
 PATTERNS = ["backbone.embeddings.*", "backbone.layers.[0-3].*", "*.shared_experts.up_proj.weight"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "megatron"),
-    [(1, dict(activation_checkpointing=True)), pytest.param(2, TP2_SP | EP2, marks=pytest.mark.long("parity"))],
-)
-def test_the_others_have_the_gradients_of_all(ranks: RankPool, folder: Path, world_size: int, megatron: dict):
+@pytest.mark.parametrize("layout", ["one, recomputed", pytest.param("tp2 sp ep2", marks=pytest.mark.long("parity"))])
+def test_the_others_have_the_gradients_of_all(ranks: RankPool, folder: Path, layout: str):
+    world_size, megatron = sizes(layout)
     loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(freeze_config=FreezeConfig(PATTERNS)))
     expected_loss, expected = gradients_of(ranks, folder, 1, {})
     assert loss == pytest.approx(expected_loss, rel=1e-6)

@@ -150,27 +150,3 @@ def test_train_steps_mask_what_top_p_rules_out(ranks: RankPool, hybrid_folder: P
     # Of the model with itself, over all tokens.
     assert first["train/kl_penalty"] == 0.0 and second["train/kl_penalty"] > 1e-6
     assert all(np.isfinite(value) for step in (first, second) for value in step.values())
-
-
-LAYOUTS = ("one", "tp2", "tp2 sp ep2", "pp2", "dp2", "tp2 sp pp2 ep2", "tp2 sp ep2, recomputed")
-
-
-@pytest.mark.long("parity")
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3", "qwen3 tied", "qwen3_moe"])
-def test_every_layout_with_a_chunked_output_layer(ranks: RankPool, hybrid_folder: Path, tmp_path: Path, family: str):
-    name, _, tied = family.partition(" ")
-    folder = hybrid_folder
-    if name != "nemotron_h":
-        folder = models.save_model(tmp_path / "model", name, 0, pad_token_id=None, tie_word_embeddings=bool(tied))
-    expected_loss, expected_grads = gradients_of(ranks, folder, 1, {})
-    has_experts = name in ("nemotron_h", "qwen3_moe")
-    for layout in LAYOUTS:
-        world_size, megatron = sizes(layout)
-        if not has_experts:
-            megatron = {key: value for key, value in megatron.items() if key != "expert_model_parallel_size"}
-        elif layout == "tp2":
-            # Experts need sequence parallelism at TP 2.
-            continue
-        loss, grads = gradients_of(ranks, folder, world_size, megatron | CHUNKS)
-        assert loss == pytest.approx(expected_loss, rel=1e-6), layout
-        assert_close(grads, expected_grads, 1e-5)

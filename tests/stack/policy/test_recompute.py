@@ -14,7 +14,6 @@ from tests.megatron import IS_NEWEST
 from tests.sources import ROOT
 from tests.stack.policy import layout_ranks, memory_ranks
 from tests.stack.policy.layouts import Gradients, assert_close, gradients_of, sequences
-from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 FULL: dict[str, object] = dict(activation_checkpointing=True)
@@ -28,7 +27,6 @@ MODULES = {
     "qwen3_moe": ["core_attn", "layernorm", "mlp", "moe"],
     "qwen3": ["core_attn", "layernorm", "mlp"],
 }
-PARALLEL = {"nemotron_h": "tp2 sp pp2 ep2", "qwen3_moe": "tp2 sp pp2 ep2", "qwen3": "tp2 sp pp2"}
 LONG_ROW = [sequences(300, 1, 200, 11)]
 
 
@@ -75,19 +73,6 @@ def test_the_hybrid_stack_keeps_the_inputs_of_layers_only(ranks: RankPool, folde
     # Inputs of eight layers, what the largest layer keeps while it is computed again, and the output's probabilities.
     assert full < 0.45 * everything
     assert full < selected < everything
-
-
-@pytest.mark.long("parity")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("is_full", [True, False], ids=["full", "selective"])
-def test_recomputation_under_a_layout_gives_the_gradients_of_one_rank(
-    ranks: RankPool, folders: dict[str, Path], kept: dict[str, Gradients], name: str, is_full: bool
-):
-    how = FULL if is_full else selective(*MODULES[name])
-    for world_size, megatron in map(sizes, ("one", PARALLEL[name])):
-        loss, grads = gradients_of(ranks, folders[name], world_size, megatron | how)
-        assert loss == pytest.approx(kept[name][0], rel=1e-6)
-        assert_close(grads, kept[name][1], 1e-5)
 
 
 @pytest.mark.long("parity")

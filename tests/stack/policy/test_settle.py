@@ -97,11 +97,21 @@ def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folde
             assert slot in message and copies in message, message
 
 
-def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool, tmp_path: Path):
-    config = policy_ranks.run_config(models.save_model(tmp_path, "qwen3"), "pp2 dp2")
-    for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight"], world_size=4):
+@pytest.mark.parametrize(
+    ("model_type", "layout", "slot", "copies"),
+    [
+        ("qwen3", "pp2 dp2", "output_layer.weight", "ranks [0, 1, 2] / [3]"),
+        ("qwen3_moe", "pp2 vpp2", "output_layer.weight (chunk 1)", "ranks [0] / [1]"),
+    ],
+)
+def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(
+    ranks: RankPool, tmp_path: Path, model_type: str, layout: str, slot: str, copies: str
+):
+    config = policy_ranks.run_config(models.save_model(tmp_path, model_type, tie_word_embeddings=True), layout)
+    size = policy_ranks.world_size(layout)
+    for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, [slot], world_size=size):
         assert "copies of weights differ between ranks (1)" in message
-        assert "embedding.word_embeddings.weight" in message and "ranks [0, 1, 2] / [3]" in message
+        assert "embedding.word_embeddings.weight" in message and copies in message
 
 
 def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path):

@@ -116,10 +116,3 @@ CASES = {"sft": sft_case, "dpo": dpo_case, "rm": rm_case}
 )
 def test_three_steps_equal_transformers(ranks: RankPool, folder: Path, algorithm: str, layout: str):
     CASES[algorithm](ranks, folder, layout)
-
-
-@pytest.mark.long("supervised")
-@pytest.mark.parametrize("layout", ["one", "tp2 sp dp2 ep2", "cp2 dp2 ep2", "pp2 dp2 ep2", "tp2 sp cp2 ep2"])
-@pytest.mark.parametrize("algorithm", CASES)
-def test_three_steps_equal_transformers_in_any_layout(ranks: RankPool, folder: Path, algorithm: str, layout: str):
-    CASES[algorithm](ranks, folder, layout)
