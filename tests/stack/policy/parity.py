@@ -57,8 +57,6 @@ class Errors:
     """L2 error of the worst tensor."""
     worst_tensor: str
     logprob: float
-    any_loss: float
-    """Error of the worst step."""
 
 
 def save_example(folder: Path, model_type: str) -> Path:
@@ -111,7 +109,7 @@ def distance(result: Result, plain: Result, measured_step: int) -> Errors:
         for index, all_of in result.logprobs.items()
         for values in all_of
     )
-    return Errors(losses[measured_step], gradient, worst_tensor, logprob, max(losses))
+    return Errors(losses[measured_step], gradient, worst_tensor, logprob)
 
 
 def loss_errors(losses: Sequence[float], expected: Sequence[float]) -> list[float]:

@@ -41,7 +41,6 @@ class FakeEngine:
     keeps_routes: bool = False
     """True: a token's experts are its place, and the number of the request."""
     is_dead: bool = False
-    num_withdrawn: int = 0
 
     def __post_init__(self) -> None:
         self.released.set()
@@ -58,14 +57,10 @@ class FakeEngine:
             raise EngineLost("it died")
         self.asked.append(body)
         number = len(self.asked)
-        try:
-            while not self.released.is_set():
-                await asyncio.sleep(0.01)
-                if self.is_dead:
-                    raise EngineLost("it died")
-        except asyncio.CancelledError:
-            self.num_withdrawn += 1
-            raise
+        while not self.released.is_set():
+            await asyncio.sleep(0.01)
+            if self.is_dead:
+                raise EngineLost("it died")
         known_ids, known = body.get("prefix") or ((), 0)
         if "messages" not in body:
             prompt_ids = list(body["prompt"].encode())
