@@ -228,17 +228,16 @@ def test_what_follows_a_value_that_cannot_be_read_is_not_known_either(said, work
     assert "grpo.num_prompts_per_step: without its value not checked: batches" in output
 
 
-@pytest.mark.parametrize("section", ["teachers"])
-def test_an_algorithm_that_is_missing_is_one_line(said, section: str):
+def test_an_algorithm_that_is_missing_is_one_line(said):
     overrides = [
-        f"+{section}.max_num_steps=3",
+        "+teachers.max_num_steps=3",
         "+value.model_name=x",
         "+teacher.megatron_cfg.enabled=true",
         "loss_fn.kl_type=mixed",
     ]
     code, output = said(str(NEMO_RL / "grpo_math_1B.yaml"), *overrides)
     (refused,) = lines_of(output, "Refused: 1")
-    assert code == 2 and refused.startswith(f"{section} (command line): mrl has no ")
+    assert code == 2 and refused.startswith("teachers (command line): mrl has no ")
     assert len(output.splitlines()) < 6
 
 

@@ -92,14 +92,6 @@ MISTAKES = {
         "Not checked",
         "policy.model_name=./models/qwen: no readable config.json in this folder",
     ),
-    "parallel sizes of another machine": Mistake(
-        ["policy.megatron_cfg.tensor_model_parallel_size=8"],
-        "Refused",
-        (
-            "policy.megatron_cfg.tensor_model_parallel_size=8: the 4 slots (cluster.num_nodes=1 x "
-            "cluster.cpu_units_per_node=4) are no"
-        ),
-    ),
     "TRL's names": Mistake(
         ["learning_rate=1e-6"],
         "Refused",
