@@ -310,12 +310,12 @@ def find_gone(folder: Path, ledger: Ledger, *, allowed: Collection[str]) -> str:
 
     Of a ledger that is damaged, lost, or of an older version, the metrics tell it: a step that saved has a time for it.
     """
-    if "checkpoints" in allowed or checkpoints_in(folder):
+    if "checkpoints" in allowed or any(_was_complete(found.folder) for found in checkpoints_in(folder)):
         return ""
     saved = sorted(ledger.state.saved)
     if (
         not saved
-        and (ledger.damage or not (folder / MARK).exists() or not ledger.path.exists())
+        and (ledger.damage or not (folder / MARK).exists() or not ledger.state.trained)
         and (folder / METRICS).is_file()
     ):
         saved = sorted(row["step"] for row in read_rows(folder / METRICS, {*METRIC_KEYS, SAVE_TIME})[0])

@@ -331,6 +331,32 @@ def test_a_run_whose_checkpoints_are_gone_is_begun_anew_only_if_it_is_asked_to(f
     assert kept.read_bytes() == before and list(replay(folder / "ledger.jsonl").trained) == [1, 2]
 
 
+def emptied(folder: Path) -> None:
+    for step in (1, 2):
+        shutil.rmtree(folder / f"step_{step}")
+        (folder / f"step_{step}").mkdir()
+
+
+def lose_ledger(folder: Path) -> None:
+    """Loses the checkpoints and the ledger's content, but for the times of saves among the metrics."""
+    lose_all(folder)
+    (folder / "ledger.jsonl").write_bytes(b"")
+    (folder / METRICS).write_text('{"step": 1, "time/checkpoint": 0.1}\n{"step": 2, "time/checkpoint": 0.1}\n')
+
+
+@pytest.mark.parametrize("lose", [emptied, lose_ledger])
+def test_checkpoints_are_gone_however_they_went(folder: Path, tmp_path: Path, lose: Callable[[Path], None]):
+    shutil.copytree(folder, tmp_path / "backup")
+    lose(folder)
+    assert_refused(folder, "its checkpoints are gone, of step 1, 2")
+    # The way out.
+    for step in (1, 2):
+        shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
+        shutil.copytree(tmp_path / f"backup/step_{step}", folder / f"step_{step}")
+    (folder / METRICS).write_bytes((tmp_path / "backup" / METRICS).read_bytes())
+    assert_goes_on(folder, 3)
+
+
 def test_a_run_that_was_killed_before_its_first_save_begins_anew_unasked(tmp_path: Path):
     (tmp_path / "model").mkdir()
     for _ in (1, 2, 3):
