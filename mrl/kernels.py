@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from mrl.gpus import on_gpu
 
@@ -56,6 +57,20 @@ def describe_missing(missing: Sequence[Kernels]) -> str:
         return ""
     lines = [f"{kernels.package} is not installed: {kernels.instead}" for kernels in missing]
     return f"{'; '.join(lines)}; to get {'it' if len(missing) == 1 else 'them'}: {INSTALL}"
+
+
+def find_muon_fault() -> str:
+    """Reason why this installation cannot train with Muon; "" if it can."""
+    if not is_installed("emerging_optimizers"):
+        lacks = "NVIDIA's package emerging-optimizers is not installed"
+    elif (found := version("megatron-core")).startswith("0.16."):
+        lacks = f"megatron-core {found} names its arguments otherwise"
+    else:
+        return ""
+    return (
+        f"{lacks}: Muon needs it, and megatron-core 0.19 (Python 3.12 or 3.13); pip install emerging-optimizers on all "
+        "nodes, or set optimizer=adam"
+    )
 
 
 def are_used(module: str, *, is_imported: bool) -> bool:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The megatron-core of newer Pythons, whose sources run here as they are if they come before the installed ones."""
+"""The megatron-core of newer Pythons, whose sources run here as they are if they come before the installed ones.
+
+With NVIDIA's emerging-optimizers beside it, which has Muon.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,11 @@ IS_NEWEST = version("megatron-core") == VERSION
 WHEEL = "-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 
 
+MUON = ("emerging-optimizers", "0.3.0", "e993682a8b93b6953b3056b0d4e2714e3a3182b0c85f456bcc78d76cd7b47429")
+OVERRIDE = "import typing, typing_extensions\ntyping.override = typing_extensions.override\n"
+"""First lines of that package where Python is older than it asks."""
+
+
 def unpack_newest(folder: Path) -> Path:
     """Fills `folder` with sources of listed hash from the package index and returns it; skips without an index."""
     try:
@@ -38,6 +46,11 @@ def fetch(folder: Path) -> Path:
     _, wheel = download("megatron-core", VERSION, WHEEL)
     assert hashlib.sha256(wheel).hexdigest() in (ROOT / "constraints-gpu.hashes.txt").read_text()
     zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
+    _, wheel = download(*MUON[:2], "-py3-none-any.whl")
+    assert hashlib.sha256(wheel).hexdigest() == MUON[2]
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
+    first = folder / "emerging_optimizers" / "__init__.py"
+    first.write_text(OVERRIDE + first.read_text())
     return folder
 
 

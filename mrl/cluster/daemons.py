@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import mrl
 from mrl.envs.spawn import free_threads
+from mrl.kernels import find_muon_fault
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
@@ -188,10 +189,13 @@ def find_obstacles(
 
 def obstacles_of(config: RunConfig) -> list[str]:
     """The obstacles to a run of this host alone, one line each; the nodes of a cluster have started Ray already."""
+    wants_muon = any(config.sections[model].megatron_cfg.optimizer.is_muon for model in config.trained_models)
+    fault = find_muon_fault() if wants_muon else ""
+    lacks = [f"megatron_cfg.optimizer.optimizer=muon: {fault}"] if fault else []
     if config.cluster.num_nodes > 1:
-        return []
+        return lacks
     store_bytes, on_gpus = OBJECT_STORE_BYTES + config.frozen_output_bytes, config.cluster.gpus_per_node > 0
-    return [
+    return lacks + [
         str(found)
         for found in find_obstacles(
             num_slots=config.num_slots,

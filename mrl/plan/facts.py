@@ -182,6 +182,7 @@ def state_rules(config: RunConfig, model: ModelName = "policy") -> StateRules:
         expert_shards=ranks // experts if is_sharded else 1,
         weight_bytes=BF16 if is_bf16 else FP32,
         gradient_bytes=BF16 if is_bf16 and not megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else FP32,
+        moment_bytes=FP32 if settings.is_muon else 2 * FP32,
         is_precision_aware=settings.use_precision_aware_optimizer,
         offloaded=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
         is_trained=not megatron.peft.enabled,

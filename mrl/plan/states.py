@@ -30,6 +30,8 @@ class Elements(NamedTuple):
     """Elements of weights without gradient, such as MTP layers that are not trained, and the output layer of a model
     with a head.
     """
+    ends: int = 0
+    """Part of `dense`: elements before and after the layers, of which Adam has two moments also beside Muon."""
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -92,7 +94,8 @@ def state_bytes(elements: Elements, rules: StateRules) -> States:
     trained = held if rules.is_trained else 0
     shard = (elements.dense / rules.dense_shards + elements.experts / rules.expert_shards) if rules.is_trained else 0.0
     has_main = rules.weight_bytes < FP32
-    moments = shard * rules.moment_bytes
+    ends = elements.ends / rules.dense_shards * rules.is_trained
+    moments = shard * rules.moment_bytes + ends * (2 * FP32 - rules.moment_bytes)
     copies = rules.gradient_bytes < FP32 and not rules.is_precision_aware
     return States(
         weights=(held + elements.frozen) * rules.weight_bytes + elements.buffers * FP32,
@@ -122,18 +125,22 @@ class ModelElements:
             for index in parallel.layers_of(pp_rank, len(self._model.layers), chunk):
                 total = total.plus(self._of_layer(index, *sizes))
         if pp_rank == 0:
-            total = total.plus(_count(self._model.first, *sizes))
+            total = total.plus(_ends(_count(self._model.first, *sizes)))
         if pp_rank == parallel.pp - 1:
             tied = (self._model.tied_output,) if self._model.tied_output and parallel.pp > 1 else ()
             unused = [rule for rule in self._model.last if has_head and rule.megatron == _OUTPUT]
             used = [rule for rule in (*self._model.last, *tied) if rule not in unused]
-            total = total.plus(_count(used, *sizes)).plus(_frozen(_count(unused, *sizes)))
+            total = total.plus(_ends(_count(used, *sizes))).plus(_frozen(_count(unused, *sizes)))
             mtp = _count(self._model.mtp, *sizes)
             total = total.plus(mtp if trains_mtp else _frozen(mtp))
         return total
 
     def _layer(self, index: int, tp: int, ep: int, etp: int) -> Elements:
         return _count(self._model.layers[index], tp, ep, etp)
+
+
+def _ends(elements: Elements) -> Elements:
+    return elements._replace(ends=elements.dense)
 
 
 def _frozen(elements: Elements) -> Elements:

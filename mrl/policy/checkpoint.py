@@ -133,6 +133,7 @@ def begin_save(
     optimizer_form: dict[str, object] = {}
     if save_optimizer:
         optimizer_form = {
+            "optimizer": state.optimizer.config.optimizer,
             "use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer,
             "frozen": dict(frozen),
         }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NO_SETTINGS = ("params", "step")
 # Entries of a parameter group that no setting of a run changes.
-_OF_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_OF_GROUP = ("optimizer", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 CLIP_EPSILON = 1e-6
 """Constant that Megatron adds to a norm by which it divides."""
 
@@ -53,11 +53,10 @@ class TrainState:
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfig) -> MegatronOptimizer:
-    """AdamW over this rank's parameters, distributed over replicas where configured. Collective over all ranks."""
+    """Optimizer of this rank's parameters, spread over replicas where configured. Collective over all ranks."""
     settings = config.optimizer
     return get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=settings.optimizer,
             lr=settings.lr,
             min_lr=settings.min_lr,
             weight_decay=settings.weight_decay,
@@ -74,6 +73,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             optimizer_offload_fraction=settings.optimizer_offload_fraction,
             overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
             **precision_aware_arguments(settings),
+            **_chosen(config),
         ),
         list(chunks),
         use_gloo_process_groups=config.use_gloo_process_groups,
@@ -106,6 +106,24 @@ def build_scheduler(
     )
 
 
+def _chosen(config: MegatronConfig) -> dict[str, Any]:
+    """Megatron OptimizerConfig arguments that choose Adam, or Muon with its own, which 0.16.1 names otherwise."""
+    settings = config.optimizer
+    if not settings.is_muon:
+        return {"optimizer": settings.optimizer}
+    return {
+        "optimizer": settings.optimizer,
+        "muon_momentum": settings.muon_momentum,
+        "muon_nesterov": settings.muon_nesterov,
+        "muon_num_ns_steps": settings.muon_num_ns_steps,
+        "muon_scale_mode": settings.muon_scale_mode,
+        "muon_extra_scale_factor": settings.muon_extra_scale_factor,
+        "muon_fp32_matmul_prec": settings.muon_fp32_matmul_prec,
+        "muon_tp_mode": settings.muon_tp_mode,
+        "muon_split_qkv": settings.muon_split_qkv,
+    }
+
+
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block brought another's."""
@@ -125,7 +143,8 @@ def recognise_groups(saved: Mapping[Any, Any], optimizer: MegatronOptimizer) -> 
 
     0.19 does so by the highest and lowest rate, and would not find the groups of a run with others, or of 0.16.1.
     """
-    own = {tuple(group[key] for key in _OF_GROUP): group for part in parts(optimizer) for group in part.param_groups}
+    groups = [group for part in parts(optimizer) for group in part.param_groups]
+    own = {tuple(group.get(key) for key in _OF_GROUP): group for group in groups}
     for group in saved.get("param_groups", ()):
         if (mine := own.get(tuple(group.get(key) for key in _OF_GROUP))) is not None:
             group.update({key: mine[key] for key in param_group_identifier_keys if key in mine})

@@ -371,6 +371,10 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
             changes.append(
                 f"optimizer.use_distributed_optimizer was {form}, and is {megatron.optimizer.use_distributed_optimizer}"
             )
+        name = megatron.optimizer.optimizer
+        saved_name = optimizer.get("optimizer", "adam") if isinstance(optimizer, dict) and optimizer else name
+        if saved_name != name:
+            changes.append(f"optimizer.optimizer was {saved_name}, and is {name}")
         section = {"critic": "value"}.get(model, model)
         frozen = optimizer.get("frozen") if isinstance(optimizer, dict) else None
         if not changes and not megatron.peft.enabled and isinstance(frozen, dict):

@@ -158,6 +158,10 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
     if optimizer.optimizer_cpu_offload and missing:
         rule = "Megatron cannot load checkpoints of any other optimizer on the host"
         problems.add(f"{prefix}.optimizer_cpu_offload", rule, f"set {' and '.join(missing)}, or it to false")
+    for name in ("use_distributed_optimizer", "use_precision_aware_optimizer"):
+        if optimizer.is_muon and getattr(optimizer, name):
+            way_out = f"set it to false, or {prefix}.optimizer=adam"
+            problems.add(f"{prefix}.{name}", "Megatron has it for Adam, not for Muon", way_out)
     if optimizer.bf16 != (policy.precision == "bfloat16"):
         problems.add(
             f"{prefix}.bf16",

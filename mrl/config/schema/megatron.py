@@ -67,8 +67,10 @@ class FreezeConfig:
 
 @dataclass
 class OptimizerConfig:
-    optimizer: Literal["adam"] = "adam"
-    """Megatron's optimizer."""
+    optimizer: Literal["adam", "muon"] = "adam"
+    """Megatron's optimizer. Muon updates the matrices of layers, and Adam all else; it needs megatron-core 0.19 and the
+    package emerging-optimizers. Each rank keeps the whole state: NeMo RL's dist_muon, which spreads it, is not built.
+    """
     lr: AboveZero = 5.0e-6
     """Peak learning rate."""
     min_lr: NotNegative = 5.0e-7
@@ -81,6 +83,22 @@ class OptimizerConfig:
     """Decay of the second moment."""
     adam_eps: AboveZero = 1.0e-8
     """Added to the root of the second moment."""
+    muon_momentum: ShareBelowOne = 0.95
+    """Decay of Muon's momentum."""
+    muon_nesterov: bool = False
+    """Nesterov's momentum."""
+    muon_num_ns_steps: Positive = 5
+    """Newton-Schulz steps that make the momentum orthogonal."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of an update of a matrix of r rows and c columns: sqrt(max(r, c)), sqrt(r / c), sqrt(max(1, r / c))."""
+    muon_extra_scale_factor: AboveZero = 1.0
+    """A further factor; 0.2 with spectral makes updates as large as Adam's."""
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Precision of these steps: medium is bfloat16."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
+    """Orthogonalise each tensor-parallel rank's part alone, or the whole matrix: on each rank, or spread over them."""
+    muon_split_qkv: bool = True
+    """Orthogonalise query, key and value apart."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
     clip_grad: NotNegative = follows("policy.max_grad_norm")
@@ -105,6 +123,10 @@ class OptimizerConfig:
         False
     )
     """Weights and activations in float16. Not supported: must be false."""
+
+    @property
+    def is_muon(self) -> bool:
+        return self.optimizer == "muon"
 
 
 @dataclass

@@ -132,6 +132,7 @@ def test_a_run_does_not_resume_from_checkpoints_that_lack_one_of_its_models(tmp_
     RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
 
 
+OPTIMIZER = "policy.megatron_cfg.optimizer"
 FREEZE, THAW = "policy.megatron_cfg.freeze_config.modules", ["policy.megatron_cfg.freeze_moe_router=false"]
 
 
@@ -161,6 +162,8 @@ ADAPTED = ["policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.di
             [],
             "optimizer.use_distributed_optimizer was False, and is True",
         ),
+        ({"optimizer": {"optimizer": "muon"}}, [], "optimizer.optimizer was muon, and is adam"),
+        (frozen(), [f"{OPTIMIZER}.optimizer=muon"], "optimizer.optimizer was adam, and is muon"),
         (frozen(), [*THAW, f"{FREEZE}=['*.up_proj.weight']"], "freeze_moe_router was True, and is False"),
         (
             frozen(freeze_moe_router=False),
