@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, UnsupportedInterpolationType
 from omegaconf.resolvers import oc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -137,7 +137,9 @@ class Tree:
             raise
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise Unresolved(f"{reason}; correct the expression") from error
+            is_unknown = isinstance(error, UnsupportedInterpolationType)
+            way_out = "give the value itself, as an override" if is_unknown else "correct the expression"
+            raise Unresolved(f"{reason}; {way_out}") from error
 
     def _followed(self, written: object) -> object:
         """The value at the end of plain references, which need no OmegaConf; that of an expression stays."""

@@ -248,3 +248,13 @@ def test_keys_of_nemotron_s_recipes_of_super_3_mean_what_their_branch_reads(
         load("++env.nemo_gym.rollout_max_attempts_to_avoid_lp_nan=3")
     with pytest.raises(ConfigError, match="NeMo RL does not read it here; set policy.generation.vllm_cfg.is_mx"):
         load(f"++{ENGINE}.fp8_cfg.is_mx=true")
+
+
+def test_keys_of_nemotrons_launcher_pass_while_they_are_off(workplace: Path):
+    """Keys and expressions of the recipes of Nemotron 3.5 Lightning, at the top of each file."""
+    off = ["+convert_initial_checkpoint_to_hf=false", "+converted_checkpoint_dir=null"]
+    assert texts_of(load_run("grpo_tiny.yaml", off)[0]) == texts_of(load_run("grpo_tiny.yaml", [])[0])
+    with pytest.raises(ConfigError, match="initial_checkpoint=/sft .*give policy.model_name what .*mcore-to-hf"):
+        load_run("grpo_tiny.yaml", [*off, "+initial_checkpoint=/sft"])
+    with pytest.raises(ConfigError, match=r"\{art:data,train\}.*: Unsupported .* art; give the value itself"):
+        load_run("grpo_tiny.yaml", ["data.train.data_path=${art:data,train}"])
