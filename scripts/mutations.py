@@ -105,7 +105,7 @@ mrl/loop/saving.py: self._folder.ledger.flush() >>> pass
 the order of rows changes with the epoch | unit/data/test_order.py::test_the_order_is_fixed_for_ever
 mrl/data/order.py: np.random.PCG64([seed, epoch]) >>> np.random.PCG64([seed, 0])
 what is consumed in one epoch comes in the next | unit/data/test_order.py::test_what_is_consumed_is_left_out_and_nothing_else
-mrl/data/order.py: if (epoch, id_at(index)) not in consumed: >>> if (0, id_at(index)) not in consumed:
+mrl/data/order.py: if (epoch, id_at(index)) not in consumed and >>> if (0, id_at(index)) not in consumed and
 arguments of the chat template belong to a run | unit/store/test_identity.py::test_another_content_is_another_identity
 mrl/store/identity.py: _digest(tokenizer.chat_template_kwargs or {}) >>> _digest({})
 no rank loads what one has found damaged | unit/loop/test_saving.py::test_a_run_goes_on_before_the_shard_that_a_rank_finds_damaged

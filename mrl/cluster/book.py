@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from mrl.cluster.errors import ActorLost
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 
 GENERATION = "generation"
 """Name of the driver's wait for sampling engines."""
@@ -52,7 +52,7 @@ class RequestBook(Generic[Q, A]):
         call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
         on_death: Callable[[int, ActorLost], None],
         *,
-        tasks: Tasks,
+        tasks: BackgroundTasks,
         max_fruitless_restarts: int = MAX_FRUITLESS_RESTARTS,
         num_calls: int = 1,
     ) -> None:
@@ -192,7 +192,7 @@ class ActorWork(Generic[A]):
     """An actor's work, a coroutine per request, and its answers since they were taken last. Lives in an event loop."""
 
     def __init__(self) -> None:
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
         self.begin = self._tasks.begin
         """Starts work in the background; `take` raises its errors."""
         self._answers: dict[str, A] = {}

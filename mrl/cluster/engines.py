@@ -29,7 +29,7 @@ from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
 from mrl.cluster.service import ENGINES, LOOK_S, Service
-from mrl.cluster.tasks import Tasks, in_worker
+from mrl.cluster.tasks import BackgroundTasks, in_worker
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -183,7 +183,7 @@ class EngineActor:
 class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks) -> None:
         self.config, self.placement = config, placement
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0

@@ -11,7 +11,7 @@ from mrl.cluster import scheduling
 from mrl.cluster.engines import EngineActor, start_engine
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import LOOK_S, Service, judges_kind
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.judge_runs import judge_run
 from mrl.config.schema.run import RunConfig
@@ -28,7 +28,9 @@ VERSION = 0
 class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
     """The engines of one judge, which gateways ask."""
 
-    def __init__(self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
+    def __init__(
+        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
+    ) -> None:
         self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
         self._num_gateways = scheduling.num_gateways(config)
         self.on_change: Callable[[], None] = lambda: None
@@ -56,7 +58,7 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
 
 
 def start_judges(
-    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks
+    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
 ) -> Mapping[str, JudgeGroup]:
     """Starts the engines of all judges; does not wait for them."""
     return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}

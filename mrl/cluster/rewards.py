@@ -32,7 +32,7 @@ from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
 from mrl.cluster.service import LOOK_S, REWARDS, Service
-from mrl.cluster.tasks import Silence, Tasks
+from mrl.cluster.tasks import BackgroundTasks, Silence
 from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
@@ -215,7 +215,7 @@ class RewardActor:
 class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
     """The driver's handle on reward actors. `book` carries them rollouts; a dead one is restarted and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: Tasks) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks) -> None:
         self.config, self.placement = config, placement
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)

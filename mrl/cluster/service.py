@@ -18,7 +18,7 @@ from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, VERDICTS, Reque
 from mrl.cluster.calls import Actors, answered
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.scheduling import ENGINE, JUDGE
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 from mrl.config.texts import rounded
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         service: ServiceKind,
         num_actors: int,
         *,
-        tasks: Tasks,
+        tasks: BackgroundTasks,
         log_folder: Path,
         deadline_s: float,
         start_s: float,

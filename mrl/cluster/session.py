@@ -27,7 +27,7 @@ from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.scheduling import until_no_engine_dies
-from mrl.cluster.tasks import Tasks, in_worker, started_tasks
+from mrl.cluster.tasks import BackgroundTasks, in_worker, started_tasks
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
@@ -272,7 +272,7 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
 
 
 @asynccontextmanager
-async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, Tasks]]:
+async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, BackgroundTasks]]:
     """Ray, a place for every slot, and the driver's tasks, inside the block."""
     with placed_slots(config, log_folder) as placement:
         try:
@@ -290,7 +290,7 @@ def start_apart(config: RunConfig, ranks: Ranks, model: ModelName, *, pad_token_
 
 
 async def start_models(
-    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, tasks: Tasks
+    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, tasks: BackgroundTasks
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
     """Models of ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
     engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)

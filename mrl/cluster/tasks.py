@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of an event loop, waits for them, and the driver's thread for what would block its loop.
+"""BackgroundTasks of an event loop, waits for them, and the driver's thread for what would block its loop.
 
 In the driver training is one coroutine; rollouts, calls to actors and watches of these are tasks beside it.
 """
@@ -48,8 +48,8 @@ class Silence(Exception):
     """A wait ended because no news came in time."""
 
 
-class Tasks:
-    """Tasks in the background. Their errors, and news of what they wait for, reach whoever waits."""
+class BackgroundTasks:
+    """BackgroundTasks in the background. Their errors, and news of what they wait for, reach whoever waits."""
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
@@ -154,10 +154,10 @@ class Tasks:
 
 
 @asynccontextmanager
-async def started_tasks() -> AsyncIterator[Tasks]:
+async def started_tasks() -> AsyncIterator[BackgroundTasks]:
     """The tasks of a run, which end with the `async with` block."""
     gc.set_threshold(GC_THRESHOLD)
-    tasks = Tasks()
+    tasks = BackgroundTasks()
     try:
         yield tasks
     finally:

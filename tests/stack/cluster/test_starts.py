@@ -28,7 +28,7 @@ from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import RAY_LIMITS, Placement, placed_slots
 from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.session import start_models
-from mrl.cluster.tasks import Tasks, started_tasks
+from mrl.cluster.tasks import BackgroundTasks, started_tasks
 from mrl.config.load import load_config
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
@@ -77,7 +77,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
     placement = Placement.__new__(Placement)
     placement.num_slots, placement.num_policy_ranks, placement.own_slots = 1, 1, {}
     config, log_folder = load_config("grpo_tiny.yaml", overrides), Path("logs")
-    do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=Tasks()))
+    do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=BackgroundTasks()))
     assert calls == order
 
 

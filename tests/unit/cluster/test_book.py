@@ -11,7 +11,7 @@ import pytest
 
 from mrl.cluster.book import ActorWork, RequestBook
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 from mrl.types import RolloutRequest, SamplingParams
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
@@ -36,7 +36,7 @@ class Engines:
 
     def __post_init__(self) -> None:
         limits = {"max_fruitless_restarts": self.max_fruitless, "num_calls": self.num_calls}
-        self.tasks = Tasks()
+        self.tasks = BackgroundTasks()
         self.book = RequestBook[RolloutRequest, str](
             "engine", self.num_engines, self.call, self.lose, tasks=self.tasks, **limits
         )

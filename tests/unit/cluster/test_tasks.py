@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from mrl.cluster import hangs
-from mrl.cluster.tasks import Silence, Tasks, in_worker, started_tasks
+from mrl.cluster.tasks import BackgroundTasks, Silence, in_worker, started_tasks
 from mrl.cluster.watchdog import innermost
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
@@ -40,7 +40,7 @@ async def test_a_wait_ends_when_news_make_it_enough_and_the_watchdog_knows_for_w
 
 @as_story
 async def test_silence_ends_a_wait_unless_something_is_expected_later():
-    tasks = Tasks()
+    tasks = BackgroundTasks()
     with pytest.raises(Silence):
         await tasks.wait(lambda: False, what="rewards", who=list, limit_s=0.0)
     assert hangs.waits == []
@@ -57,7 +57,7 @@ async def test_silence_ends_a_wait_unless_something_is_expected_later():
 
 @as_story
 async def test_whoever_waits_raises_the_first_error_of_the_tasks():
-    tasks = Tasks()
+    tasks = BackgroundTasks()
 
     async def fail(name: str) -> None:
         raise ValueError(name)
@@ -72,7 +72,7 @@ async def test_whoever_waits_raises_the_first_error_of_the_tasks():
 
 @as_story
 async def test_a_signal_ends_a_wait_without_news():
-    tasks, is_asked = Tasks(), False
+    tasks, is_asked = BackgroundTasks(), False
 
     def check() -> None:
         if is_asked:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mrl.cluster.rollouts import RolloutCollector
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 from mrl.loop.queue import RolloutQueue
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
 from mrl.store.ledger import Ledger
@@ -36,7 +36,7 @@ class Agents:
         self.runner, self._agent = self.running.run(self._start())
         self.under_way: list[RolloutGroup] = []
         self.rollouts: list[Future[None]] = []
-        self.tasks = Tasks()
+        self.tasks = BackgroundTasks()
 
     async def _start(self) -> tuple[AgentRunner, FunctionAgent]:
         runner = AgentRunner(self.running.gateway, url=self.running.url, timeout_s=HANG_S, masks_flagged=True)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.cluster.rollouts import RolloutCollector
-from mrl.cluster.tasks import Tasks
+from mrl.cluster.tasks import BackgroundTasks
 from mrl.data.prompts import load_prompts
 from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, carried_metrics, open_queue
 from mrl.loop.run import Stopped
@@ -42,7 +42,7 @@ class Groups:
     now: int = 0
     under_way: dict[PromptKey, tuple[RolloutGroup, int]] = field(default_factory=dict)
     """With the moment when it is done."""
-    tasks: Tasks = field(default_factory=Tasks)
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     asked: list[tuple[PromptKey, int]] = field(default_factory=list)
 
     def ask(
