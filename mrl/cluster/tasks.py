@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BackgroundTasks of an event loop, waits for them, and the driver's thread for what would block its loop.
+"""Tasks of an event loop, waits for them, and the driver's thread for what would block its loop.
 
 In the driver training is one coroutine; rollouts, calls to actors and watches of these are tasks beside it.
 """
@@ -49,7 +49,7 @@ class Silence(Exception):
 
 
 class BackgroundTasks:
-    """BackgroundTasks in the background. Their errors, and news of what they wait for, reach whoever waits."""
+    """Tasks beside a training or a call. Their errors, and news of what they wait for, reach whoever waits."""
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
