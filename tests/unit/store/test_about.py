@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,6 +13,7 @@ from conversion.schedule import Schedule
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact_command
 from mrl.store.about import MAX_CELLS, about_refit, about_this_attempt
+from mrl.store.identity import code_changes
 from tests.unit.conversion.test_reshard import HALVES, WHOLE
 
 
@@ -72,3 +75,20 @@ def test_the_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch):
 )
 def test_words_of_a_command_are_shown_only_if_they_are_known(words: str, expected: str):
     assert redact_command(["python", *words.split()]) == ["python", *expected.replace("R", "<redacted>").split()]
+
+
+def test_changed_code_of_a_reward_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (source := tmp_path / "reward_of_about.py").write_text("def near(response): return 0.05")
+    config, about = RunConfig(), tmp_path / "about.json"
+    config.env.own.functions = {"near": "reward_of_about:near"}
+    assert code_changes(about, config) == [], "the first attempt"
+    about.write_text(json.dumps(about_this_attempt(config)))
+    assert code_changes(about, config) == []
+    source.write_text("def near(response): return 0.2")
+    assert code_changes(about, config) == [
+        "reward_of_about:near: its file, or one beside it that it loads, has changed"
+    ]
+    config.env.own.functions = {"far": "reward_of_about:far"}
+    assert code_changes(about, config) == [], "a change of the config, which is said as that"
