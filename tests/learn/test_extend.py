@@ -23,7 +23,7 @@ from tests.waiting import HANG_S
 EXAMPLES = ROOT / "examples"
 IN_ONE_RUN = ("reward", "environment", "estimator", "loss", "processor", "logger")
 NUM_STEPS, GROUP = 2, 8
-OF_OTHERS = ("tokenize", "queue", "secrets", "conversion", "torch", "datasets", "evaluate", "train", "agent")
+OF_OTHERS = ("tokenize", "queue", "secrets", "conversion", "datasets", "evaluate", "train", "agent")
 """Files that lie beside the user's own, and that no process may import in place of a library."""
 
 
@@ -45,8 +45,6 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("extend")
     for path in EXAMPLES.glob("own_*.py"):
         (folder / path.name).write_text(path.read_text())
-    for name in OF_OTHERS:
-        (folder / f"{name}.py").write_text("raise SystemExit(__file__ + ' is the wrong one')")
     model = models.save_model(folder / "model", "mistral")
     tokenizer.save(model, model_max_length=1280)
     # As the page installs it, but into the run's own folder.
@@ -65,6 +63,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         package,
         timeout_s=PREPARE_TIMEOUT_S,
     )
+    for name in OF_OTHERS:
+        (folder / f"{name}.py").write_text("raise SystemExit(__file__ + ' is the wrong one')")
     (folder / "terms.jsonl").write_text(call(folder, *commands("processor")[1][1:3], timeout_s=HANG_S))
     letters = ",".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     overrides = [
