@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +70,7 @@ class Loop:
     """Finished steps, and the version of the engines' weights."""
     step: Step | None = field(default=None, init=False)
     """The step under way."""
+    _awaited: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.policy, self.engines, self.refit, self.rollouts = Policy(self), Engines(self), Refit(self), Rollouts(self)
@@ -103,10 +104,11 @@ class Loop:
 
     async def take_batches(self) -> list[Batch]:
         """Begins a step; packed batches, one per update: rollouts with advantages or examples. EOFError: no more."""
-        step = self.next_step()
-        batches = await self.run.supplier.take(self.state, step)
-        self.step = step
-        return batches
+        with self.alone("take_batches"):
+            step = self.next_step()
+            batches = await self.run.supplier.take(self.state, step)
+            self.step = step
+            return batches
 
     def next_step(self) -> Step:
         """The step after `state`. EOFError: the run is over."""
@@ -123,6 +125,17 @@ class Loop:
         if self.step is None:
             raise RuntimeError("no step is under way: loop.rollouts.take() begins one")
         return self.step
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Raises RuntimeError if another call of the loop is awaited meanwhile: ranks and engines do one at a time."""
+        if self._awaited:
+            raise RuntimeError(f"{name} while {self._awaited} is under way: await one call of the loop after the other")
+        self._awaited = name
+        try:
+            yield
+        finally:
+            self._awaited = ""
 
     def check_refitted(self, name: str) -> None:
         """Raises RuntimeError while the policy is ahead of the engines and of `state`."""
@@ -158,13 +171,15 @@ class Policy:
         """
         check_sequences(sequences)
         step = self._loop.step_under_way()
-        return await self._loop.run.session.on_ranks(
-            lambda: self._update(self._loop.supplier.pack(sequences, step), step)
-        )
+        with self._loop.alone("policy.train"):
+            return await self._loop.run.session.on_ranks(
+                lambda: self._update(self._loop.supplier.pack(sequences, step), step)
+            )
 
     async def update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Computes values and logprobs for the losses, then makes an optimizer step on each batch; returns metrics."""
-        return await self._loop.run.session.on_ranks(self._update, batches, self._loop.step_under_way())
+        with self._loop.alone("policy.update"):
+            return await self._loop.run.session.on_ranks(self._update, batches, self._loop.step_under_way())
 
     def _update(self, batches: Sequence[Batch], step: Step) -> dict[str, float]:
         from mrl.loop.learning import learn
@@ -182,7 +197,8 @@ class Policy:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""
         self._loop.check_refitted("policy.save")
         run, state = self._loop.run, self._loop.state
-        await run.save(run.saver.save, state)
+        with self._loop.alone("policy.save"):
+            await run.save(run.saver.save, state)
         return run.folder.path / f"step_{state.step}"
 
 
@@ -203,9 +219,10 @@ class Engines:
         supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
         sampling = supplier.data.sampling
-        return await supplier.queue.sample(
-            asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock()
-        )
+        with self._loop.alone("engines.sample"):
+            return await supplier.queue.sample(
+                asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock()
+            )
 
 
 @dataclass(frozen=True)
@@ -219,10 +236,11 @@ class Rollouts:
 
         EOFError, which ends the block of `start` quietly: none follow, as all prompts are used up, or the run is over.
         """
-        step = self._loop.next_step()
-        groups = await self._loop.supplier.sample(self._loop.state, step)
-        self._loop.step = step
-        return groups
+        with self._loop.alone("rollouts.take"):
+            step = self._loop.next_step()
+            groups = await self._loop.supplier.sample(self._loop.state, step)
+            self._loop.step = step
+            return groups
 
     def sequences(self, groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
         """Groups of the step as `mrl.train` trains on them: with the advantages and masks that the config says."""
@@ -231,7 +249,8 @@ class Rollouts:
     async def validate(self) -> dict[str, float]:
         """Accuracy on the held-out prompts, as `val/accuracy`, in addition to the validations of the config."""
         self._loop.check_refitted("rollouts.validate")
-        found = await self._loop.run.supplier.validate(self._loop.state)
+        with self._loop.alone("rollouts.validate"):
+            found = await self._loop.run.supplier.validate(self._loop.state)
         if not found:
             self._loop.run.budget.check()
         self._loop.state.metrics |= found
@@ -253,10 +272,11 @@ class Refit:
             if not isinstance(value, int | float):
                 raise ValueError(f"refit.run: metric {name} is {value!r:.60}, a {type(value).__name__}; give numbers")
         loop, step = self._loop, self._loop.step_under_way()
-        await loop.run.refit(loop.state, step)
-        loop.step = None
-        step.metrics |= metrics or {}
-        await loop.run.end_step(loop.state, step)
+        with loop.alone("refit.run"):
+            await loop.run.refit(loop.state, step)
+            loop.step = None
+            step.metrics |= metrics or {}
+            await loop.run.end_step(loop.state, step)
         return step.metrics
 
 

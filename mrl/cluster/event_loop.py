@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event loop of an actor, in its own thread: Ray's threads call into it and wait. The driver's is `driver.py`."""
+"""The event loop of an actor, in its own thread: Ray's threads call into it and wait. `tasks.py` has the driver's."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import Any, TypeVar, TypeVarTuple
+
+from mrl.cluster.tasks import GC_THRESHOLD
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -19,6 +22,7 @@ CALL_TIMEOUT_S = 60.0
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, which lives as long as the process."""
+    gc.set_threshold(GC_THRESHOLD)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     return loop

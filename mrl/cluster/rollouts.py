@@ -158,8 +158,8 @@ class RolloutCollector:
             RuntimeError: an engine keeps dying, or a rollout was drawn from weights older than it was asked of.
         """
         while not is_enough():
-            for index in sorted(self.engines.book.lost):
-                await self.restart_engine(index)
+            while lost := self.engines.book.lost:  # a restart may have met and restarted another
+                await self.restart_engine(min(lost))
             await self._wait(lambda: is_enough() or bool(self.engines.book.lost), look)
 
     async def drain(self) -> None:

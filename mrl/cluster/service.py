@@ -168,4 +168,6 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             async with asyncio.timeout(limit_s):
                 return await answered(reference, actor=self.name(index), what=what)
         except TimeoutError:
+            if ray.wait([reference], timeout=0)[0]:  # the loop was blocked meanwhile
+                return await answered(reference, actor=self.name(index), what=what)
             raise ActorLost(self.name(index), what, f"it gave no sign of life for {rounded(limit_s or 0)} s") from None

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
@@ -36,12 +37,23 @@ def _worker() -> ThreadPoolExecutor:
 
 
 async def in_worker(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Awaits a function that blocks: calls to all ranks, packing, files. One thread makes them all, in one order."""
+    """Awaits a function that blocks: calls to all ranks, packing, files. One thread makes them all, in one order.
+
+    Who cancels this waits for the function's end, too: it may hold all ranks.
+    """
 
     def at_work() -> T:
-        return function(*arguments, **options)
+        try:
+            return function(*arguments, **options)
+        except (StopIteration, futures.CancelledError) as error:  # a loop takes these for its own
+            raise RuntimeError(repr(error)) from error
 
-    return await asyncio.get_running_loop().run_in_executor(_worker(), at_work)
+    work = asyncio.get_running_loop().run_in_executor(_worker(), at_work)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 class Silence(Exception):

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -279,7 +280,12 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
 
                 def unfinished(is_last: bool) -> list[RolloutGroup]:
                     """Asks from the thread that keeps rollouts."""
-                    return asyncio.run_coroutine_threadsafe(collector.unfinished(is_last), loop).result(ASK_S)
+                    asked = asyncio.run_coroutine_threadsafe(collector.unfinished(is_last), loop)
+                    try:
+                        return asked.result(ASK_S)
+                    except (TimeoutError, CancelledError) as error:  # code of a loop of one's own may block the loop
+                        asked.cancel()
+                        raise RuntimeError(f"the driver does not answer within {ASK_S:g} s") from error
 
                 kept.watch(queue.num_unjudged, unfinished)
             supplier = RolloutSupplier(

@@ -41,6 +41,14 @@ class Stopped(EOFError):
     cause is raised once the last step is saved."""
 
 
+def stop_of(error: BaseException) -> Stopped | None:
+    """The Stopped that this error is, or that a task group has wrapped, and nothing else; else None."""
+    if isinstance(error, BaseExceptionGroup):
+        stops, others = error.split(Stopped)
+        return stop_of(stops.exceptions[0]) if stops is not None and others is None else None
+    return error if isinstance(error, Stopped) else None
+
+
 class TooManySkipped(ValueError):
     """Too many steps in a row had updates that were not finite; the message says what to do."""
 
@@ -165,7 +173,9 @@ class Run(Generic[S_co]):
         """Saves the last finished step if the `async with` block ends by Stopped, and raises its cause, if any."""
         try:
             yield
-        except Stopped as end:
+        except (Stopped, BaseExceptionGroup) as error:
+            if (end := stop_of(error)) is None:
+                raise
             await self.save(self.saver.save_last, state)
             if end.__cause__ is not None:
                 raise end.__cause__ from None

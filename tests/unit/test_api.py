@@ -7,12 +7,13 @@ import ast
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from mrl import api
 from mrl.api import check_sequences
-from mrl.types import TrainSequence
+from mrl.types import RunState, TrainSequence
 from tests.sources import ROOT
 from tests.unit.algo.groups import group
 from tests.unit.stories import as_story
@@ -72,3 +73,15 @@ def test_sequences_that_cannot_be_trained_are_refused():
         check_sequences([good, replace(good, advantage=float("nan"))])
     with pytest.raises(ValueError, match=r"entry 0 is a RolloutGroup; loop.rollouts.sequences\(groups\) makes them"):
         check_sequences([group([1.0])])  # pyright: ignore[reportArgumentType]
+
+
+def test_calls_of_a_loop_come_one_after_the_other():
+    loop = api.Loop(cast(Any, None), RunState())
+    with (
+        loop.alone("policy.train"),
+        pytest.raises(RuntimeError, match="engines.sample while policy.train is under way"),
+    ):
+        with loop.alone("engines.sample"):
+            raise AssertionError("it went on")
+    with loop.alone("engines.sample"):
+        pass

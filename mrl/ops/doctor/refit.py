@@ -37,6 +37,7 @@ from mrl.data.prompts import PromptData, load_prompts
 from mrl.loop.preflight import check_start
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import describe_limits
+from mrl.signals import LISTENER
 from mrl.types import Rollout
 
 if TYPE_CHECKING:
@@ -277,7 +278,11 @@ def run_refit(name: str, overrides: Sequence[str], secrets: set[str]) -> int:
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))
     logger.info("Logs of the processes: %s (kept if a check fails)", log_folder)
-    outcomes = asyncio.run(examine(config, data, log_folder))
+    LISTENER.listen()  # asyncio would only cancel what waits for a thread
+    try:
+        outcomes = asyncio.run(examine(config, data, log_folder))
+    finally:
+        LISTENER.let_go()
     logger.info("\n%s", "\n".join(table(outcomes)))
     if not all(outcome.is_ok for outcome in outcomes):
         return 1

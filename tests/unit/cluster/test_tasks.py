@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import tempfile
 import threading
+from concurrent import futures
 
 import pytest
 
@@ -118,3 +119,35 @@ async def test_the_loop_goes_on_while_the_worker_is_blocked_and_the_watchdog_nam
     name = await working
     assert name == await in_worker(lambda: threading.current_thread().name), "one thread"
     assert name != threading.current_thread().name
+
+
+@as_story
+async def test_an_error_that_a_loop_takes_for_its_own_arrives():
+    for error in (StopIteration(), futures.CancelledError()):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            await in_worker(fail)
+
+
+@as_story
+async def test_cancelling_waits_for_what_the_worker_does():
+    begun, may_end, ended = threading.Event(), threading.Event(), list[int]()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(HANG_S)
+        ended.append(1)
+
+    task = asyncio.create_task(in_worker(work))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [1]

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from mrl.loop import learning, run
-from mrl.loop.run import Budget, Step, Stopped, TooManySkipped
+from mrl.loop.run import Budget, Step, Stopped, TooManySkipped, stop_of
 from mrl.metrics import SKIPPED_IN_A_ROW, metrics_of_passes
 from mrl.signals import STOP_SIGNALS, Listener
 from mrl.store.summary import Clock
@@ -147,3 +147,10 @@ def test_a_run_whose_every_step_is_skipped_ends_also_over_several_attempts(caplo
 def test_skipped_updates_of_all_passes_are_counted():
     updates = [{"train/loss": float(index), "train/num_skipped_updates": float(index < 3)} for index in range(4)]
     assert metrics_of_passes(updates, 2) == {"train/loss": 2.5, "train/num_skipped_updates": 3.0}
+
+
+def test_a_stop_in_a_task_group_is_one():
+    stop = Stopped()
+    nested = BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [stop])])
+    assert stop_of(stop) is stop and stop_of(nested) is stop
+    assert stop_of(ExceptionGroup("", [stop, ValueError()])) is None and stop_of(ValueError()) is None
