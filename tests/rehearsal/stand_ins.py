@@ -29,7 +29,7 @@ from conversion.families.common import MegatronCoords, MegatronParallel
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.rewards import Judged, Unjudged
 from mrl.cluster.runtime import ray_runtime
-from mrl.cluster.scheduling import engine_slots
+from mrl.cluster.scheduling import engine_slots, own_slots
 from mrl.config.load import load_run
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.data.turns import Ending
@@ -274,7 +274,7 @@ class Slots:
 
     def __init__(self, config: RunConfig) -> None:
         self.num_slots, self.num_policy_ranks = config.num_slots, config.num_policy_ranks
-        self.engines = engine_slots(config)
+        self.engines, self.own_slots = engine_slots(config), own_slots(config)
         self.node_of = {slot: slot // config.cluster.slots_per_node for slot in range(self.num_slots)}
         self.first_slots = list(range(0, self.num_slots, config.cluster.slots_per_node))
         self.reward_options = [dict[str, object]() for _ in self.first_slots]
