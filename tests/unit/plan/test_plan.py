@@ -97,7 +97,9 @@ def test_elements_of_every_stage_are_those_of_the_conversion_tables(name: str, s
         place = parallel.coords_of(stage * ranks // pp, ranks)
         layout = family(config).megatron_layout(config, parallel, place, "bfloat16", "te")
         found = model.elements.stage(parallel, stage)
-        assert sum(found) == sum(volume(tuple((0, size) for size in slot.shape)) for slot in layout.values())
+        assert sum(found._replace(ends=0)) == sum(
+            volume(tuple((0, size) for size in slot.shape)) for slot in layout.values()
+        )
 
 
 def test_mtp_layers_that_learn_take_what_others_take(folders: dict[str, str], tmp_path: Path):
