@@ -327,6 +327,8 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     finally:
         folder.note_end(code, redact_text(said, loaded.facts.secrets))
         LISTENER.let_go()
-    logger.info("%s", said)
-    if not is_done:
+    if is_done:
+        logger.info("Step %d of %d is done; report: %s", state.step, training.num_steps, folder.path / "report.html")
+    else:
+        logger.info("%s", said)
         raise SystemExit(ENDED_EARLY)

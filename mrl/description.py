@@ -199,6 +199,8 @@ def _steps(config: RunConfig) -> str:
         num_steps = count_steps(config, most_rows=COUNTED_ROWS)
     if num_steps is not None and not 0 <= training.max_num_steps <= num_steps:
         limits += f" = {num_steps:,} step{'s' * (num_steps > 1)}, as the data have no more rows"
+    if num_steps is not None and num_steps < training.max_num_epochs:
+        limits += "; a step asks rows more than once, as it takes more than the data have"
     validation = f"validation every {training.val_period}" if training.val_period else "no periodic validation"
     return f"{limits}; {validation if config.data.has_validation else 'no validation, as no rows are held out'}"
 

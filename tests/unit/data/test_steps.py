@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.check import describe_run
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import count_steps, find_few_rows, num_steps_of, prompt_order
@@ -79,3 +80,17 @@ def test_a_step_asks_each_data_set_by_its_weight(tmp_path: Path):
     assert sorted(name for step in steps for name in step if not name.startswith("large")) == sorted(
         3 * [train.id_at(index) for index in range(8)]
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["grpo.num_prompts_per_step=40", "grpo.max_num_epochs=1"], " = 1 step, as the data have no more rows; valid"),
+        (["grpo.num_prompts_per_step=100", "grpo.max_num_epochs=3"], " rows; a step asks rows more than once, as it "),
+        (["grpo.num_prompts_per_step=32", "grpo.max_num_steps=2"], ""),
+    ],
+)
+def test_few_rows_are_said_with_the_steps_that_they_make(workplace: Path, overrides: list[str], said: str):
+    """64 rows, as the quickstart's config reads them."""
+    (steps,) = [line for line in describe_run(load_config("grpo_tiny.yaml", overrides)) if line.startswith("steps ")]
+    assert said in steps and ("more than once" in steps, "no more rows" in steps) == ("once" in said, bool(said))
