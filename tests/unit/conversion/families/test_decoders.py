@@ -241,6 +241,13 @@ def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str
     )
 
 
+def test_latent_attention_has_yarn_of_its_own():
+    hf_config = tiny("deepseek_v3", rope_parameters=LONG | dict(mscale=1.0, mscale_all_dim=1.0))
+    arguments = FAMILIES["deepseek_v3"].megatron_arguments(hf_config)["transformer"]
+    given = ("rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow")
+    assert [arguments[name] for name in given] == ["yarn", 4.0, 32.0, 1.0]
+
+
 def test_a_base_that_transformers_would_not_see_is_refused():
     """transformers takes its default of 10,000 here, without a word."""
     hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=YARN)}
