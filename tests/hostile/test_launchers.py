@@ -37,7 +37,7 @@ def test_a_line_break_in_a_field_is_refused_with_its_name(
     launcher: str, field: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main([launcher, *TINY, *NEEDED[launcher], f"{field}=a\n# rm -rf ~ #"]) == 2
-    (line,) = capsys.readouterr().out.strip().splitlines()
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"[ERROR] {field} ") and "\\n" in line
 
 
@@ -45,7 +45,7 @@ def test_a_line_break_in_a_field_is_refused_with_its_name(
 @pytest.mark.parametrize("launcher", FIELDS)
 def test_what_cannot_be_seen_is_not_handed_on(launcher: str, character: str, capsys: pytest.CaptureFixture[str]):
     assert main([launcher, *TINY, f"logger.wandb.name=a{character}RAY_AUTH_TOKEN=guessed", *NEEDED[launcher]]) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.startswith("[ERROR] overrides ") and character not in printed.rstrip("\n")
 
 
