@@ -352,10 +352,7 @@ class Verdict:
 
 @dataclass
 class RolloutGroup:
-    """The rollouts of one prompt with their verdicts, both in order of `rollout_index`: all, once the group is whole.
-
-    Until then it has those that are sampled, and the verdicts of those that are judged.
-    """
+    """The rollouts of one prompt and their verdicts so far, both in order of `rollout_index`; whole, it has all."""
 
     prompt: Prompt
     rollouts: tuple[RolloutInfo, ...] = ()
@@ -367,6 +364,8 @@ class RolloutGroup:
     """Version of the engines when the group was asked for."""
     is_kept: bool = False
     """True if an earlier attempt has sampled its rollouts."""
+    num_kept_tokens: int = 0
+    """Generated tokens of its rollouts that an earlier attempt has sampled."""
     begun: tuple[RolloutInfo, ...] = ()
     """Rollouts without a verdict that an earlier attempt has sampled; those with finish reason `abort` go on."""
     judged: list[int] = field(init=False, repr=False, compare=False)

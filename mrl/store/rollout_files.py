@@ -224,6 +224,7 @@ class KeptRollouts:
             begun=begun,
             weight_version=version,
             is_kept=not group.num_unjudged,
+            num_kept_tokens=sum(one.num_trained for one in (*rollouts, *begun)),
         )
 
     def note(self, group: RolloutGroup) -> None:

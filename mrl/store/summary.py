@@ -83,7 +83,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Rewards (scaled and shaped, of rollouts with one), lengths and rates of a step whose generation took `seconds`.
 
-    An earlier attempt has sampled the rollouts of kept groups, in other seconds.
+    An earlier attempt has sampled kept tokens, in other seconds.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -91,7 +91,7 @@ def rollout_metrics(
     own = reward_metrics(rewards)
     lengths = np.array([rollout.num_trained for rollout in rollouts])
     num_kept = sum(group.is_kept for group in groups)
-    num_sampled = sum(rollout.num_trained for group in groups if not group.is_kept for rollout in group.rollouts)
+    num_sampled = int(lengths.sum()) - sum(group.num_kept_tokens for group in groups)
     return {
         **{f"train/{name}": value for name, value in own.items() if name != NUM_JUDGED},
         **({"train/reward_min": min(rewards), "train/reward_max": max(rewards)} if rewards else {}),

@@ -77,11 +77,13 @@ def test_an_agents_metrics_do_not_take_the_place_of_the_runs():
     assert metrics["rollout/far/own_reward"] == 4.5 and "rollout/far/timeout" not in metrics
 
 
-def test_rates_are_of_generated_tokens():
-    assert (
-        rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"]
-        == (6 * 10 + 2 * 6) / 2
-    )
+def test_rates_are_of_tokens_that_this_attempt_has_generated():
+    kept = [replace(GROUPS[0], num_kept_tokens=13), *GROUPS[1:]]
+    rates = [
+        rollout_metrics(groups, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"]
+        for groups in (GROUPS, kept)
+    ]
+    assert rates == [(6 * 10 + 2 * 6) / 2, (6 * 10 + 2 * 6 - 13) / 2]
 
 
 def test_an_environment_where_all_failed_has_no_reward_to_show():

@@ -90,6 +90,8 @@ def test_the_next_attempt_gets_every_token_and_logprob(tmp_path: Path):
         second.kept.close()
         assert found is not None and not found.is_kept and found.weight_version == 5
         assert (found.num_missing, found.num_unjudged, found.judged) == (2, 2, [0])
+        # One token of either that is begun came from the environment.
+        assert found.num_kept_tokens == expected.rollouts[0].num_trained + (9 - 1) + (7 - 1)
         assert found.verdicts == expected.verdicts
         for one, original in zip(found.begun, expected.begun, strict=True):
             assert dataclasses.replace(one, payload=None) == dataclasses.replace(original, payload=None)
