@@ -291,7 +291,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     from mrl.config.load import load_run
     from mrl.config.secrets import redact_text, start_logging
     from mrl.loop import rollouts
-    from mrl.loop.main import open_folder, start_run
+    from mrl.loop.main import find_start, open_folder, start_run
     from mrl.loop.run import Budget
 
     if isinstance(overrides, str):
@@ -312,10 +312,8 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     folder, code, said = open_folder(training), FAILED, ""
     try:
         with folder:
-            checkpoint, budget = (
-                folder.newest_checkpoint(),
-                Budget(loaded.checkpointing.must_save_by_s, started=started),
-            )
+            budget = Budget(loaded.checkpointing.must_save_by_s, started=started)
+            checkpoint, _ = find_start(training, folder)
             async with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         is_done = run.is_done(state)

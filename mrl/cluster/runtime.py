@@ -305,10 +305,10 @@ def reclaim_dead_owners() -> None:
 
 
 @contextmanager
-def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[Placement]:
-    """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`."""
+def placed_slots(config: RunConfig, log_folder: Path | None = None, *, trains: bool = True) -> Iterator[Placement]:
+    """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`. Without `trains`: an evaluation."""
     with ray_runtime(config, log_folder) as folder:
-        deadlines = all_deadlines(config)
+        deadlines = all_deadlines(config, trains=trains)
         for deadline in deadlines:
             logger.info("%s", deadline)
         placement = Placement(config, folder, timeout_s=deadlines[0].seconds)

@@ -246,7 +246,7 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 @asynccontextmanager
 async def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> AsyncIterator[RolloutCollector]:
     """Engines and rewards alone, in the block; engines sample from the model's weights as `weight_version`."""
-    async with placed_tasks(config, log_folder) as (placement, tasks):
+    async with placed_tasks(config, log_folder, trains=False) as (placement, tasks):
         rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
         judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
         engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)
@@ -272,9 +272,11 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
 
 
 @asynccontextmanager
-async def placed_tasks(config: RunConfig, log_folder: Path) -> AsyncIterator[tuple[Placement, BackgroundTasks]]:
+async def placed_tasks(
+    config: RunConfig, log_folder: Path, *, trains: bool = True
+) -> AsyncIterator[tuple[Placement, BackgroundTasks]]:
     """Ray, a place for every slot, and the driver's tasks, inside the block."""
-    with placed_slots(config, log_folder) as placement:
+    with placed_slots(config, log_folder, trains=trains) as placement:
         try:
             async with started_tasks() as tasks:
                 yield placement, tasks

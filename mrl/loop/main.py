@@ -26,6 +26,7 @@ from mrl.loop.saving import SaveFailed
 from mrl.loop.signal_watch import NoSignal
 from mrl.shortage import is_shortage
 from mrl.signals import ENDED_EARLY, LISTENER
+from mrl.store.about import attempt_changes, drop_log_folder
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
 from mrl.store.disk import way_out
@@ -49,7 +50,6 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
     folder = RunFolder(training.config, training.identity)
     LISTENER.cleanups.append(folder.give_back)
     folder.open()
-    folder.note_left_out(training.left_out)
     startup.lap("input")
     return folder
 
@@ -82,19 +82,40 @@ async def start_run(
         logger.warning("In the steps of this attempt %s", masked)
 
 
-async def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
-    """Runs configured steps from the newest checkpoint. False if the budget ended first: the same command goes on."""
-    checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
+def find_start(training: Training[Supplier], folder: RunFolder) -> tuple[Checkpoint | None, bool]:
+    """The checkpoint to go on from, and whether it is whole and no step follows; else describes the attempt on disk."""
+    checkpoint = folder.newest_checkpoint()
     while checkpoint is not None and (
-        checkpoint.step >= last_step or is_good_enough(training.config.rollouts, checkpoint.state().metrics)
+        checkpoint.step >= training.num_steps or is_good_enough(training.config.rollouts, checkpoint.state().metrics)
     ):
         # No rank will load it, and look at its shards.
         damage = find_damage(checkpoint.folder)
         if damage is None:
-            folder.resume_from(checkpoint)
-            logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
-            return True
+            return checkpoint, True
         checkpoint = folder.pass_over(checkpoint, damage)
+    folder.note_attempt(training.left_out)
+    return checkpoint, False
+
+
+def said_of_complete(training: Training[Supplier], checkpoint: Checkpoint, changes: Sequence[str]) -> str:
+    """The line of an attempt that finds no step to make, and what would make more."""
+    config = training.config
+    has_all = checkpoint.step >= training.num_steps
+    way_on = f"{config.algorithm}.max_num_steps=N" if has_all else "grpo.stop_at_validation_threshold=X"
+    without_effect = f"; the changed keys have no effect: {', '.join(changes)}" if changes else ""
+    step = f"step {checkpoint.step} of {training.num_steps}"
+    return f"Already complete at {step}: {checkpoint.folder}{without_effect}; to go on: {way_on}"
+
+
+async def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
+    """Runs configured steps from the newest checkpoint. False if the budget ended first: the same command goes on."""
+    checkpoint, is_complete = find_start(training, folder)
+    last_step = training.num_steps
+    if checkpoint is not None and is_complete:
+        folder.resume_from(checkpoint)
+        drop_log_folder(folder.path, folder.log_folder)
+        logger.info("%s", said_of_complete(training, checkpoint, attempt_changes(folder.path, training.config)))
+        return True
     async with start_run(training, folder, checkpoint, budget) as (run, state):
         await train(run, state)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")

@@ -17,6 +17,7 @@ from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
+from mrl.config.rules.plausible import find_short_rows
 from mrl.config.secrets import start_logging
 from mrl.ops.view.page import HERE, page
 from mrl.plan.hardware import GIB, GPUS, full_name
@@ -100,7 +101,8 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         lines.append(f"Does not fit: {plan.misfit}" + (f"; {rows}" if rows else ""))
     if plan.host_misfit:
         lines.append(f"Does not fit: {plan.host_misfit}")
-    if found and plan.misfit:
+    lines += [f"Warning: {doubt}" for doubt in find_short_rows(config)]
+    if found and plan.misfit and not options.search:
         lines += describe_candidates(
             "Nearest layouts that fit:" if found.best else "No layout fits on these GPUs", nearest(found)
         )

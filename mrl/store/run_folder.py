@@ -22,7 +22,7 @@ from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder,
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from conversion.files.limits import is_waiting, within
 from mrl import spans
-from mrl.config.load import changes_since, resolved_yaml
+from mrl.config.load import resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import without_secrets
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
@@ -30,7 +30,7 @@ from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.rooms import write_report
-from mrl.store.about import about_this_attempt
+from mrl.store.about import about_this_attempt, attempt_changes
 from mrl.store.advisories import Advisor, facts_of
 from mrl.store.checkpoints import (
     LEDGER,
@@ -46,7 +46,7 @@ from mrl.store.checkpoints import (
 )
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.disk import way_out
-from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity, code_changes
+from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or_set_aside
 from mrl.store.loggers.group import Loggers, check_loggers
@@ -132,16 +132,6 @@ class RunFolder:
             kill_point("start")
             within(WRITE_TIMEOUT_S, f"mkdir of {self.log_folder}", self._make_log_folder)
             self.checkpoints.remove_unfinished()
-            for line in (
-                *changes_since(self.path / RUN_CONFIG, self.config),
-                *code_changes(self.path / ABOUT, self.config),
-            ):
-                logger.info("Config since the last attempt: %s", line)
-            kill_point("start")
-            for folder in (self.path, self.log_folder):
-                write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
-            write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
-            spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
         except TimeoutError:
             raise
         except ValueError:
@@ -173,6 +163,20 @@ class RunFolder:
         spans.stop()
         with self._may_fail(OWNER):  # which names a process that is dead soon
             self.give_back()
+
+    def note_attempt(self, left_out: Sequence[LeftOut] = ()) -> None:
+        """Writes what describes an attempt that is about to train: config, command, inputs and left-out rows."""
+        for line in attempt_changes(self.path, self.config):
+            logger.info("Config since the last attempt: %s", line)
+        kill_point("start")
+        for folder in (self.path, self.log_folder):
+            write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
+        write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
+        if self._identity is not None:
+            write_atomic(self.path / IDENTITY, json.dumps(self._identity, indent=1))
+        with self._may_fail("quarantine"):
+            within(WRITE_TIMEOUT_S, "write of quarantine", write_quarantine, left_out, self.path / "quarantine")
+        spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
 
     def note_end(self, code: int, text: str) -> None:
         """Writes the exit code of this attempt and how it ended for `mrl runs`, if its folder is still there."""
@@ -214,6 +218,7 @@ class RunFolder:
         while True:
             try:
                 self.log_folder.mkdir(mode=0o700, parents=True)
+                (self.log_folder / "actors").mkdir()
                 break
             except FileExistsError:  # of another run, by now
                 self.log_folder = self._next_log_folder()
@@ -236,12 +241,8 @@ class RunFolder:
         if self._identity is not None:
             if resumes_at := newest_step(self.path):
                 check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-            check_identity(
-                self.path / IDENTITY,
-                self._identity,
-                allowed=self.config.checkpointing.allow_changes,
-                resumes_at=resumes_at,
-            )
+            allowed = self.config.checkpointing.allow_changes
+            check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
         place = _place(self.checkpoints.newest(sets_aside=True))
         obstacle = self.ledger.find_obstacle(*place) if self.ledger.damage else self.ledger.find_stranger(*place)
         if obstacle:
@@ -441,12 +442,6 @@ class RunFolder:
         if self._identity is not None:
             path, text = checkpoint.folder / IDENTITY, json.dumps(self._identity)
             within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
-
-    def note_left_out(self, left_out: Sequence[LeftOut]) -> None:
-        """Writes the rows of data that the run leaves out into the folder `quarantine`, if there are any."""
-        quarantine = self.path / "quarantine"
-        with self._may_fail("quarantine"):
-            within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, left_out, quarantine)
 
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
         """Puts the files of `COPIED` next to the weights of a model, so that it can be exported on its own."""

@@ -189,6 +189,7 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Pa
     run = workplace / "run"
     with RunFolder(training.config, training.identity) as folder:
         folder.open()
+        folder.note_attempt()
     write_checkpoint(run, 5)
 
     def look(*words: str) -> tuple[list[str], list[str]]:

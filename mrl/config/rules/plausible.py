@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mrl.config.errors import NotKnown, Problems
+from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.rules.algorithms import doubt_hooks
@@ -158,16 +158,22 @@ def find_doubts(config: RunConfig) -> list[str]:
                 problems.add(key, rule, way_out)
     with suppress(NotKnown):
         doubt_hooks(config, problems)
-        doubt_rows(config, problems)
-        for model in [name for name in config.sections if name != "policy"]:
-            doubt_rows(config, inner := Problems(config, config.facts.origins, model))
-            said = {(doubt.id, doubt.value) for doubt in problems.merged}
-            problems.extend(doubt for doubt in inner.merged if (doubt.id, doubt.value) not in said)
+        problems.extend(find_short_rows(config))
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):
         _check_experts(config, problems)
     return list(map(str, problems.merged))
+
+
+def find_short_rows(config: RunConfig) -> list[Problem]:
+    """Warns about rows, of any model, that the longest sequence does not fit; `mrl.plan` says it, too."""
+    found = list[Problem]()
+    for model in config.sections:
+        doubt_rows(config, inner := Problems(config, config.facts.origins, model))
+        said = {(doubt.id, doubt.value) for doubt in found}
+        found += [doubt for doubt in inner.merged if (doubt.id, doubt.value) not in said]
+    return found
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:

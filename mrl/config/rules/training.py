@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -102,10 +101,9 @@ def doubt_rows(config: RunConfig, problems: Problems) -> None:
     """Warns if the longest sequence does not fit a row: as in NeMo RL, the run starts, and ends at the first such."""
     at = problems.at
     policy, packing, dynamic = problems.section, problems.section.sequence_packing, problems.section.dynamic_batching
-    total, multiple = policy.max_total_sequence_length, policy.row_multiple
+    total, multiple, longest = policy.max_total_sequence_length, policy.row_multiple, policy.longest_row
     if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences
         name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
-        longest = math.ceil(total / multiple) * multiple
         others = [
             f"{at}max_total_sequence_length",
             f"{at}make_sequence_length_divisible_by",

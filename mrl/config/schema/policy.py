@@ -167,6 +167,11 @@ class PolicyConfig:
         return 1 if cp == 1 else 2 * cp
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of a row that holds one sequence as long as any may be."""
+        return math.ceil(self.max_total_sequence_length / self.row_multiple) * self.row_multiple
+
+    @property
     def row_multiple(self) -> int:
         """Rows are padded to a multiple of this many tokens."""
         megatron = self.megatron_cfg

@@ -17,7 +17,7 @@ from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
 from mrl.config.values import as_written
-from mrl.nemo.dialect.tables import SAME_VALUE
+from mrl.nemo.dialect.tables import SAME_VALUE, TRANSLATED
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
@@ -264,8 +264,11 @@ def _choose_backend(found: Translation) -> None:
         found.differ(
             f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor"
         )
+    enabled = found.given(f"{LORA}.enabled")
+    has_lora = enabled is not None and found.value_of(f"{LORA}.enabled") is True
     for source, target in SAME_VALUE.items():
-        found.put_same(source, target)
+        if has_lora or not source.startswith(f"{LORA}."):
+            found.put_same(source, target)
     for key, setting in found.written.items():
         if key[:3] == (found.section, "dtensor_cfg", "env_vars") and setting.value != {}:
             found.put_same(".".join(key), ".".join((found.section, "megatron_cfg", *key[2:])))
@@ -276,7 +279,12 @@ def _choose_backend(found: Translation) -> None:
     if parallel is not None:
         size = found.value_of(size_key if found.given(size_key) else f"{MEGATRON}.tensor_model_parallel_size")
         found.put(f"{DTENSOR}.sequence_parallel", parallel, f"{MEGATRON}.sequence_parallel", size != 1)
-    _lora(found)
+    if has_lora:
+        _lora(found)
+    else:
+        off = [key for key in TRANSLATED if key.startswith(f"{LORA}.") and key != f"{LORA}.enabled"]
+        given = [(split_key(found.name(key)), found.given(key)) for key in sorted(off)]
+        found.without_effect += [(key, setting, "LoRA is off") for key, setting in given if setting is not None]
     _optimizer(found)
 
 

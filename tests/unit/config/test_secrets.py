@@ -271,6 +271,7 @@ def test_nothing_that_a_run_folder_writes_has_a_secret(canaries: Path, capsys: p
     config = load_config("grpo_tiny.yaml", [*SECRETIVE, "policy.model_name=canary-5"], secrets=start_logging())
     with RunFolder(config) as folder:
         folder.open()
+        folder.note_attempt()
         folder.newest_checkpoint()
         folder.log_metrics(1, {"train/reward": 1.0})
         pending = folder.checkpoints.begin(RunState(step=1))

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import shutil
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import pytest
 from conversion.files.manifest import WriteReport
 from mrl import check
 from mrl.loop import main as entry
+from mrl.loop.run import Budget
 from mrl.loop.signal_watch import MaskTally
 from mrl.store.run_folder import RunFolder
 from mrl.train import train
@@ -174,6 +177,47 @@ def test_a_full_disk_whose_error_names_no_file_is_named_by_the_run_folder(
         assert said[0].startswith(reason) and reason in said[-1]
     for step in (2, 3):
         assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
+
+
+def test_a_start_of_a_complete_run_with_other_keys_leaves_what_describes_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "model").mkdir()
+    settings, identity = config(tmp_path), {"model": {}, "tokenizer": {}, "data": {"rows": "a"}}
+    settings.checkpointing.metric_name, settings.checkpointing.save_period = None, 1
+
+    def start(num_steps: int, identity: dict[str, dict[str, str]]) -> bool:
+        folder = RunFolder(settings, identity)
+        training = SimpleNamespace(config=settings, num_steps=num_steps, left_out=[])
+        folder.open()
+        with folder:
+            checkpoint, is_complete = entry.find_start(cast(Any, training), folder)
+            if is_complete:
+                budget = Budget(None, started=time.monotonic())
+                return asyncio.run(entry.run_attempt(train, cast(Any, training), folder, budget))
+            now = Attempt(folder)
+            state = now.saver.load(checkpoint, last_step=num_steps)
+            now.saver.save_last(now.train(state.step + 1))
+        return False
+
+    def described() -> dict[str, str]:
+        names = ("config.yaml", "about.json", "identity.json")
+        texts = {name: (tmp_path / "run" / name).read_text() for name in names}
+        return texts | {"logs": " ".join(sorted(path.name for path in (tmp_path / "run/logs").iterdir()))}
+
+    caplog.set_level("INFO")
+    assert not start(1, identity)
+    before = described()
+    settings.grpo.num_generations_per_prompt, settings.checkpointing.allow_changes = 8, ["data"]
+    assert start(1, {**identity, "data": {"rows": "b"}})
+    said = f"step 1 of 1: {tmp_path}/run/step_1; the changed keys have no effect: grpo.num_generations_per_prompt="
+    assert f"Already complete at {said}" in caplog.text and "; to go on: grpo.max_num_steps=N" in caplog.text
+    assert "since the last attempt" not in caplog.text and described() == before
+    # One that goes on says what it trains with.
+    assert not start(2, {**identity, "data": {"rows": "b"}})
+    now = described()
+    assert "since the last attempt: grpo.num_generations_per_prompt" in caplog.text and '"b"' in now["identity.json"]
+    assert now["config.yaml"] != before["config.yaml"] and now["logs"] == "exp_001 exp_002"
 
 
 @as_story

@@ -147,3 +147,9 @@ def test_an_engines_start_says_what_it_captures():
     config.policy.generation.vllm_cfg.enforce_eager = True
     assert "without CUDA graphs" in describe_engine_start(config, 128)
     assert describe_engine_start(load_config("grpo_tiny.yaml"), 128) == ""
+
+
+def test_an_evaluation_has_no_deadlines_of_training():
+    config = load_config("grpo_tiny.yaml")
+    assert [deadline.what for deadline in all_deadlines(config)] == ["start", "train", "checkpoint"]
+    assert [deadline.what for deadline in all_deadlines(config, trains=False)] == ["start"]

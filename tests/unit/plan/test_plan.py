@@ -381,6 +381,7 @@ def test_a_run_on_gpus_keeps_its_prediction_for_the_page(
         folder = RunFolder(config)
         folder.open()
         with folder:
+            folder.note_attempt()
             kept = json.loads((tmp_path / "run/about.json").read_text())["plan"]
         # One pipeline stage: the fullest rank of each phase is that of the plan.
         assert kept == pytest.approx({phase: plan[phase] for phase in phases})

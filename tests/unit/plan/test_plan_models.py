@@ -68,7 +68,7 @@ def test_checkpoints_hold_policy_and_critic(folders: dict[str, str]):
         model, kept = read_model(config), num_kept_at_most(config)
         assert sum(saved_bytes(config, model).values()) == expected
         assert disk_bytes(config, model) == ((kept or 1) * expected + expected, kept)
-        assert checkpoint_demand(config, nano).checkpoint_bytes == expected
+        assert checkpoint_demand(config, nano).checkpoint_bytes == pytest.approx(expected, rel=1e-4)
         assert checkpoint_deadline(config).seconds == pytest.approx(600 + expected / 200e6)
         assert host_memory(config, model, stage_states(config, model, 0))["checkpoint being written"] == expected
     both.value.megatron_cfg.checkpoint.async_save = False

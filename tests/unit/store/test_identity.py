@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -115,13 +116,19 @@ def test_the_batch_of_examples_decides_their_order(model: Path):
     assert changed(before, identity(run)) == ["data"]
 
 
+def keep_identity(file: Path, now: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
+    """Checks an identity and writes it, as a start that trains does."""
+    check_identity(file, now, allowed=allowed, resumes_at=resumes_at)
+    file.write_text(json.dumps(now))
+
+
 def test_a_run_resumes_with_what_it_had_unless_a_key_says_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     file = tmp_path / "identity.json"
     one = {"model": {"config.json": "a", "x": "b"}, "tokenizer": {"t": "c"}, "data": {"rows": "d"}}
     two = {"model": {"config.json": "a", "y": "b"}, "tokenizer": {"t": "c"}, "data": {"rows": "e"}}
-    check_identity(file, one, allowed=[], resumes_at=0)
-    check_identity(file, two, allowed=[], resumes_at=0)  # nothing has been trained
-    check_identity(file, one, allowed=["model", "data"], resumes_at=20)
+    keep_identity(file, one, allowed=[], resumes_at=0)
+    keep_identity(file, two, allowed=[], resumes_at=0)  # nothing has been trained
+    keep_identity(file, one, allowed=["model", "data"], resumes_at=20)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     check_identity(file, one, allowed=[], resumes_at=20)
     with pytest.raises(ValueError) as refused:
@@ -155,10 +162,10 @@ def test_a_run_keeps_the_date_of_its_first_start(
     assert "all prompts of this run have 2026-01-31, also after it resumes" in caplog.text
     Path(run.checkpointing.checkpoint_dir).mkdir(parents=True, exist_ok=True)
     file = Path(run.checkpointing.checkpoint_dir) / "identity.json"
-    check_identity(file, identity(first), allowed=[], resumes_at=0)
+    keep_identity(file, identity(first), allowed=[], resumes_at=0)
     later = on("2026-02-02", run)
     assert later.policy.tokenizer.template_date == "2026-01-31"
-    check_identity(file, identity(later), allowed=[], resumes_at=20)
+    keep_identity(file, identity(later), allowed=[], resumes_at=20)
     check_identity(file, identity(on("2026-02-03", run)), allowed=[], resumes_at=40)
     run.policy.tokenizer.template_date = "2026-02-02"
     with pytest.raises(ValueError, match=r"another tokenizer than before \(policy.tokenizer.template_date differ\)"):
@@ -169,7 +176,7 @@ def open_attempt(run: RunConfig) -> None:
     folder = RunFolder(run, identity(run))
     folder.open()
     with folder:
-        pass
+        folder.note_attempt()
 
 
 def test_each_attempt_keeps_its_config_and_says_what_changed(model: Path, caplog: pytest.LogCaptureFixture):
@@ -226,7 +233,7 @@ def test_a_teacher_is_one_by_its_content(model: Path, tmp_path: Path):
     distilled = identity(alone)
     assert {name: parts for name, parts in distilled.items() if name != "teacher"} == before
     file = tmp_path / "identity.json"
-    check_identity(file, distilled, allowed=[], resumes_at=0)
+    keep_identity(file, distilled, allowed=[], resumes_at=0)
     check_identity(file, distilled, allowed=[], resumes_at=3)
     (teacher / "model.safetensors").write_bytes(b"others")
     other = identity(alone)
@@ -234,6 +241,6 @@ def test_a_teacher_is_one_by_its_content(model: Path, tmp_path: Path):
         ValueError, match=r"teacher.model_name or .* another teacher than before \(model.safetensors differ\)"
     ):
         check_identity(file, other, allowed=["model"], resumes_at=3)
-    check_identity(file, other, allowed=["teacher"], resumes_at=3)
+    keep_identity(file, other, allowed=["teacher"], resumes_at=3)
     with pytest.raises(ValueError, match="another teacher"):
         check_identity(file, before, allowed=[], resumes_at=3)

@@ -37,6 +37,7 @@ def run(folder: Path, steps: int, identity: Identity | None = None) -> Attempt:
     run_folder = RunFolder(settings, identity)
     run_folder.open()
     attempt = Attempt(run_folder)
+    run_folder.note_attempt()
     state = attempt.saver.load(attempt.newest, last_step=99)
     for step in range(state.step + 1, state.step + 1 + steps):
         attempt.saver.save_last(attempt.train(step))

@@ -161,7 +161,7 @@ def test_a_start_that_is_refused_leaves_no_owner(folder: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mrl.store.run_folder.write_atomic", full)
+        patch.setattr("mrl.store.marks.write_atomic", full)
         with pytest.raises(ValueError, match="cannot be written: .*No space left on device; free space there"):
             RunFolder(config(folder.parent)).open()
     assert not (folder / "owner.json").exists()

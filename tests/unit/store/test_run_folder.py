@@ -60,6 +60,7 @@ def test_runs_that_share_a_folder_of_logs_keep_theirs_apart(tmp_path: Path):
     group = group_of("a", 1.0)
     for run in runs:
         run.open()
+        run.note_attempt()
         run.log_samples(5, "train", [group])
         run.finish_texts()
     runs[1].log_samples(6, "train", [group])

@@ -357,8 +357,8 @@ def test_decays_are_translated(load: Callable[..., RunConfig], phase: str, expec
             "policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]",
             "set it to null and write",
         ),
-        ("policy.dtensor_cfg.lora_cfg.target_modules=[q_proj]", "q_proj: no whole layer of Megatron"),
-        ("policy.dtensor_cfg.lora_cfg.lora_A_init=zeros", "use one of xavier, uniform"),
+        ("policy.dtensor_cfg.lora_cfg={enabled: true, target_modules: [q_proj]}", "q_proj: no whole layer of Megatron"),
+        ("policy.dtensor_cfg.lora_cfg={enabled: true, lora_A_init: zeros}", "use one of xavier, uniform"),
         (
             "policy.dtensor_cfg.tensor_paralel_size=2",
             "no such key; the nearest is policy.dtensor_cfg.tensor_parallel_size",
@@ -384,6 +384,18 @@ def test_the_backend_that_is_off_has_no_effect(tmp_path: Path):
         "policy.optimizer.kwargs.lr=1 (command line): policy.megatron_cfg is the backend that is enabled; it has no "
         "effect" in migration.idle_overrides()
     )
+
+
+def test_keys_of_lora_that_is_off_are_one_line_without_effect(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    lora = "{enabled: false, dim: 16, alpha: 8, target_modules: [x]}"
+    path.write_text(
+        REQUIRED.replace("model_name: m", f"model_name: m, dtensor_cfg: {{enabled: true, lora_cfg: {lora}}}")
+    )
+    config, migration = load_run(path, [])
+    assert not config.policy.megatron_cfg.peft.enabled and "lora_cfg" not in str(migration.sections()["translated"])
+    said = migration.sections()["without effect"]
+    assert "policy.dtensor_cfg.lora_cfg: 3 keys (alpha, dim, target_modules): LoRA is off" in said
 
 
 def test_two_backends_are_refused(refused: Callable[..., str]):
