@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ Revive = Callable[[int, Prompt], RolloutGroup | None]
 """The group of an (epoch, prompt) that an earlier attempt has sampled, or begun; None if there is none."""
 # A group that was too old so often is waited for: to ask for it again and again would never train its prompt.
 MAX_TOO_OLD = 2
+NUM_LENGTH_RATIOS = 10
+"""Steps over which the lengths of what is taken and asked for are compared: those of one step differ by chance."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class QueuePlan:
     """True when a step takes the freshest groups that are ready instead of the next prompts in order."""
     takes_first: bool
     """True when a step takes the first groups that are whole, and leaves the others to the next ones."""
+    min_length_ratio: float | None
+    """Such a step waits for all its groups while steps have taken rollouts shorter than this share of those asked for;
+    None: never.
+    """
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ def queue_plan(config: RunConfig) -> QueuePlan:
         waits_for_refit=ahead.max_lag_steps > 0 and not ahead.in_flight_weight_updates,
         freshest_first=ahead.max_lag_steps > 0 and ahead.sample_freshest_first,
         takes_first=grpo.takes_first,
+        min_length_ratio=grpo.min_taken_length_ratio,
     )
 
 
@@ -147,6 +155,7 @@ class RolloutQueue:
         self._num_too_old = Counter[PromptKey]()
         """Groups under way that were too old when they were sampled, and how often."""
         self._num_regenerated = 0
+        self._lengths = TakenLengths()
         self._taken_at = time.monotonic()
 
     async def take(self, state: RunState, clock: Clock) -> Supplied | None:
@@ -197,7 +206,9 @@ class RolloutQueue:
             / len(rollouts),
         }
         if plan.takes_first:
-            metrics |= carried_metrics(groups, list(self._asked.values()), state.weight_version)
+            left = list(self._asked.values())
+            metrics |= carried_metrics(groups, left, state.weight_version)
+            metrics |= self._lengths.note(sampled, left, state.weight_version)
         if plan.max_batches is not None:
             metrics |= {
                 "train/dynamic_sampling_num_gen_batches": float(num_batches),
@@ -301,6 +312,8 @@ class RolloutQueue:
                 if (first or self._num_too_old[one.key] >= MAX_TOO_OLD)
                 and weight_version - one.weight_version >= self.plan.lag
             ]
+            if first and self._lengths.are_below(self.plan.min_length_ratio):
+                last = wanted
             await self._wait_for(last, len(last))
             await self._wait_for(wanted, size)
             ready = [group for group in wanted if group.num_missing == 0]
@@ -370,6 +383,38 @@ def carried_metrics(
     if carried and fresh and any(fresh):
         metrics["rollout/carried_length_ratio"] = sum(carried) / len(carried) / (sum(fresh) / len(fresh))
     return metrics
+
+
+class TakenLengths:
+    """Compares the lengths of the rollouts that steps take with those of all that they ask for."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, float] = {}
+        """Mean length of what a step has taken, by its weight version, until all that it has asked for is whole."""
+        self._asked = defaultdict[int, list[int]](list)
+        """Lengths of what each step has asked for, as far as it is taken."""
+        self._ratios = deque[float](maxlen=NUM_LENGTH_RATIOS)
+
+    def note(
+        self, taken: Sequence[RolloutGroup], left: Sequence[RolloutGroup], weight_version: int
+    ) -> dict[str, float]:
+        """Notes what a step takes and leaves; measures the last steps of which nothing is left."""
+        lengths = [rollout.num_trained for group in taken for rollout in group.rollouts]
+        if lengths:
+            self._taken[weight_version] = fmean(lengths)
+        for group in taken:
+            self._asked[group.weight_version] += [rollout.num_trained for rollout in group.rollouts]
+        metrics = {}
+        for version in sorted(self._asked.keys() - {group.weight_version for group in left}):
+            asked, mean = self._asked.pop(version), self._taken.pop(version, None)
+            if mean is not None and any(asked):
+                self._ratios.append(mean / fmean(asked))
+                metrics["rollout/taken_length_ratio"] = self._ratios[-1]
+        return metrics
+
+    def are_below(self, limit: float | None) -> bool:
+        """Tells whether the mean of the last ratios is below a limit."""
+        return limit is not None and len(self._ratios) > 0 and fmean(self._ratios) < limit
 
 
 def open_queue(

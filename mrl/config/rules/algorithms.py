@@ -201,6 +201,9 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
         problems.add("loss_fn.use_importance_sampling_correction", rule, "set it to true")
     if grpo.takes_first:
         _check_oversample(config, problems)
+    elif grpo.min_taken_length_ratio is not None:
+        rule = "without grpo.oversample above 1 a step waits for all its prompts"
+        problems.add("grpo.min_taken_length_ratio", rule, "set it to null, or raise the other")
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         rule = "without grpo.use_dynamic_sampling=true a step asks for as many prompts as it trains on"
         problems.add("grpo.batch_multiplier", rule, "set it to 1, or the other to true")

@@ -207,6 +207,10 @@ class GrpoConfig:
     none is thrown away; each token keeps the logprob of its own weights. 1 = a step waits for all its prompts. Above 1
     a run depends on how fast the machines are.
     """
+    min_taken_length_ratio: Annotated[float, Range(0, 1, is_low_open=True)] | None = None
+    """With `oversample` a step waits for all its prompts while the mean `rollout/taken_length_ratio` of 10 steps is
+    below this, so that short rollouts are not preferred; null = never.
+    """
     seed: Count = 42
     """Seed of the run: data order, sampling, dropout-free training. Config and seed fix the run bit for bit on CPU."""
     async_grpo: AsyncGrpoConfig = field(default_factory=AsyncGrpoConfig)

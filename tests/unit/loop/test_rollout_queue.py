@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.tasks import BackgroundTasks
 from mrl.data.prompts import load_prompts
-from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, carried_metrics, open_queue
+from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, open_queue
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -35,7 +35,10 @@ NUM_GENERATIONS, do = 2, asyncio.run
 
 @dataclass
 class Groups:
-    """Hands out groups `ticks[prompt id]` ticks (1 by default) after they were asked for; a wait lets one tick pass."""
+    """Hands out groups `ticks[prompt id]` ticks (1 by default) after they were asked for; a wait lets one tick pass.
+
+    A rollout has a token of each tick.
+    """
 
     ticks: Mapping[str, int] = field(default_factory=dict)
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -64,7 +67,8 @@ class Groups:
         self.now = now
         for group, done in self.under_way.values():
             if done <= now and group.num_missing:
-                finish(group, self.rewards.get(group.prompt.prompt_id, (0.0, 1.0)))
+                prompt_id = group.prompt.prompt_id
+                finish(group, self.rewards.get(prompt_id, (0.0, 1.0)), length=self.ticks.get(prompt_id, 1))
 
     async def wait(self, is_enough: Callable[[], bool], look: Callable[[], None]) -> None:
         while not is_enough():
@@ -88,12 +92,12 @@ class Groups:
         return self.busy_s
 
 
-def finish(group: RolloutGroup, rewards: Sequence[float]) -> None:
+def finish(group: RolloutGroup, rewards: Sequence[float], *, length: int = 4) -> None:
     epoch, prompt_id = group.key
     for i, reward in enumerate(rewards):
         version = group.weight_version
         name = f"{epoch}/{prompt_id}/{i}"
-        group.note_sampled(RolloutInfo(name, prompt_id, i, version, 1, 4, "stop", None, epoch=epoch))
+        group.note_sampled(RolloutInfo(name, prompt_id, i, version, 1, length, "stop", None, epoch=epoch))
         group.note_judged(i, Verdict(reward, True, "ok", "", ""))
 
 
@@ -123,12 +127,9 @@ def plan(lag: int = 0, **other: int | bool | None) -> QueuePlan:
         waits_for_refit=lag > 0,
         freshest_first=False,
         takes_first=False,
+        min_length_ratio=None,
     )
     return replace(usual, **other)
-
-
-def first_of(under_way: int, lag: int) -> QueuePlan:
-    return plan(lag, under_way=under_way, samples_ahead=False, waits_for_refit=False, takes_first=True)
 
 
 def differs(group: RolloutGroup) -> bool:
@@ -216,31 +217,6 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
     # Drawn twice, taken once by the ledger.
     assert [key for key, _ in source.asked].count((0, "p0")) == 2
     assert "p0" in itertools.chain(*names(taken))
-
-
-def test_a_step_takes_the_first_groups_and_waits_for_those_that_get_too_old(ledger: Ledger):
-    source = Groups({"p0": 9, "p1": 2, "p2": 3, "p3": 9, "p4": 1})
-    queue = queue_of(first_of(4, 1), source, ledger, prompts(6), SAMPLING, last_step=3)
-    do(queue.go_on(RunState(weight_version=1)))
-    assert not source.asked  # the engines have no memory while the policy is trained
-    taken = run(queue, ledger, steps=3)
-    assert names(taken) == [["p1", "p2"], ["p0", "p3"], ["p4", "p5"]]
-    assert ages(taken) == [[0, 0], [1, 1], [1, 1]] and source.now == 9
-    assert [one.metrics["rollout/unfinished_groups"] for one in taken] == [2, 0, 0]
-    assert sorted(source.asked) == [((0, f"p{i}"), 1 if i < 4 else 2) for i in range(6)]
-    assert not source.under_way and not replay(ledger.path).taken
-
-
-def test_the_length_of_rollouts_that_went_on_is_compared_with_that_of_the_others():
-    def group(version: int, *lengths: int) -> RolloutGroup:
-        found = new_group(0, Prompt("p", (1,), "", "", "math"), version)
-        for i, length in enumerate(lengths):
-            found.note_sampled(RolloutInfo(f"0/p/{i}", "p", i, version, 1, length, "stop", None))
-        return found
-
-    trained, left = [group(4, 30, 50), group(5, 10, 14), group(5, 4, 12)], [group(5, 3), group(5, 3, 4)]
-    assert list(carried_metrics(trained, left, 5).values()) == [1.0, 4.0]
-    assert carried_metrics(trained[1:], left, 5) == {"rollout/unfinished_groups": 1.0}
 
 
 def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(

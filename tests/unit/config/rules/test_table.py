@@ -246,6 +246,9 @@ grpo.oversample=1.5 & AHEAD => grpo.async_grpo.enabled=true -> it does not go wi
 grpo.oversample=1.5 & grpo.async_grpo.max_trajectory_age_steps=0 -> older than the weights -> use 1 or more
 grpo.oversample=1.5 & policy.generation.colocated.enabled=false -> do not wait for the policy -> async_grpo.enabled=true
 grpo.oversample=1.5 & grpo.async_grpo.max_trajectory_age_steps=2 & UNCORRECTED -> =2 steps old -> set it to true
+grpo.oversample=1.5 & grpo.min_taken_length_ratio=0.8 -> fine
+grpo.oversample=1.5 & grpo.min_taken_length_ratio=0 -> out of range
+grpo.min_taken_length_ratio=0.8 -> without grpo.oversample above 1 -> raise the other
 GENERATION.val_temperature=-1 -> out of range
 grpo.stop_at_validation_threshold=0.9 & grpo.stop_at_validation_metric=pass_k -> val_num_generations_per_prompt=1 -> raise the latter
 # what is trained
