@@ -13,6 +13,7 @@ from mrl.config.errors import NotKnown
 from mrl.config.fp8 import form_of
 from mrl.config.model import read_model
 from mrl.config.parsers import shows_tools
+from mrl.config.schema.env import FROM_VERIFIERS
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import describe_sharing
@@ -175,7 +176,12 @@ def _held_out(config: RunConfig) -> str:
     data = config.data
     validation = [f"{dataset.held_out:g} of {key}" for key, dataset in data.train_sets.items() if dataset.held_out]
     validation += [dataset.source for dataset in data.validation_sets.values()]
-    scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
+    sets = (data.train_sets | data.validation_sets).values()
+    judges = dict.fromkeys(
+        one.source.removeprefix(FROM_VERIFIERS) if one.source.startswith(FROM_VERIFIERS) else one.env_name
+        for one in sets
+    )
+    scored = f"; scored by {', '.join(filter(None, judges))}" if config.has_engines else ""
     return f"{', '.join(validation) or 'none'}{scored}"
 
 

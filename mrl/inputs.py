@@ -131,7 +131,11 @@ def _look_at_verifiers(config: RunConfig, look: Look) -> set[str]:
 
     sets = (config.data.train_sets | config.data.validation_sets).items()
     asked = {(dataset.source, split_of(dataset, key)) for key, dataset in sets}
-    missing = set[str]()
+    missing = {
+        source
+        for source, _ in asked
+        if source.startswith(FROM_VERIFIERS) and source.removeprefix(FROM_VERIFIERS) not in config.env.verifiers
+    }  # which a rule says
     for name in config.env.verifiers:
         source = FROM_VERIFIERS + name
         for split in sorted({split for one, split in asked if one == source}) or ["train"]:

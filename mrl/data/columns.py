@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mrl.config.errors import Problem
 from mrl.config.own import MISSPELT, REWARD, find_reward
+from mrl.config.schema.env import FROM_VERIFIERS
 from mrl.data.fields import RowError, json_object
 from mrl.data.records import records
 
@@ -98,13 +99,17 @@ def find_idle(
 
 
 def find_unasked(readers: Iterable[Reader[tuple[str, Prompt]]], named: Mapping[str, str]) -> list[str]:
-    """Says which of the user's functions and agents (`key.name` -> path) no first row has as its environment."""
+    """Says which of the user's environments (`key.name` -> path, URL or Python) no first row has as its own."""
     asked = {_environment(found, named) for reader in readers for found in _first_rows(reader)}
     if not asked:
         return []
     return [
         f"{key}={path}: none of the first rows has the environment {name}, but {', '.join(sorted(asked))}; "
-        f"data.default.env_name={name} gives it all rows that name none"
+        + (
+            f"data.train.data_path={FROM_VERIFIERS}{name} asks its rows"
+            if key.startswith("env.verifiers.")
+            else f"data.default.env_name={name} gives it all rows that name none"
+        )
         for key, path in named.items()
         if (name := key.rpartition(".")[2]) not in asked
     ]

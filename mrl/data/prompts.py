@@ -17,7 +17,7 @@ from mrl.config.errors import ConfigError, Problem
 from mrl.config.own import ANSWERS, REWARD, find_reward, missing_columns
 from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
-from mrl.config.schema.env import BUILT_IN, NEED_ANSWER
+from mrl.config.schema.env import BUILT_IN, FROM_VERIFIERS, NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import (
     ChatFormat,
@@ -132,16 +132,24 @@ def lacking_columns(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> lis
 
 
 def idle_parts(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str]:
-    """Misspelt parameters of the user's reward functions in these data sets, and parts that no row asks for.
+    """Misspelt parameters of the user's reward functions in these data sets, and environments that no row asks for.
 
     ValueError: one of the sets cannot be read.
     """
-    functions, agents = config.env.own.functions, config.env.own.agents
-    if not (functions or agents):
+    functions = config.env.own.functions
+    sources = {dataset.source for dataset in (config.data.train_sets | config.data.validation_sets).values()}
+    sections = {
+        "own.functions": functions,
+        "own.agents": config.env.own.agents,
+        "remote": config.env.remote,
+        "verifiers": {
+            name: path for name, path in config.env.verifiers.items() if FROM_VERIFIERS + name not in sources
+        },
+    }
+    named = {f"env.{key}.{name}": path for key, section in sections.items() for name, path in section.items()}
+    if not named:
         return []
     readers = [prompt_reader(key, dataset, config, None) for key, dataset in sets.items()]
-    named = {f"env.own.functions.{name}": path for name, path in functions.items()}
-    named |= {f"env.own.agents.{name}": path for name, path in agents.items()}
     return [*find_unasked(readers, named), *find_idle(readers, functions, only_misspelt=True)]
 
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.config.errors import ConfigError, Problem
+from mrl.config.errors import ConfigError, Kind, Problem
 from mrl.config.schema.env import FROM_VERIFIERS, EnvConfig
 
 PROGRAM = Path(__file__).with_name("verifiers_child.py")
@@ -53,8 +53,8 @@ def find_rows(source: str, section: EnvConfig, *, split: str) -> Path:
 def _write_rows(name: str, command: tuple[str, ...]) -> Path:
     python, key = command[0], f"env.verifiers.{name}"
 
-    def refused(rule: str, way_out: str) -> ConfigError:
-        return ConfigError([Problem("verifiers", key, python, rule, way_out, "to be provided")])
+    def refused(rule: str, way_out: str, kind: Kind = "to be provided") -> ConfigError:
+        return ConfigError([Problem("verifiers", key, python, rule, way_out, kind)])
 
     if shutil.which(python) is None:
         raise refused("no such program on this machine", "give the Python in which verifiers is installed")
@@ -75,7 +75,7 @@ def _write_rows(name: str, command: tuple[str, ...]) -> Path:
     if done.returncode == REFUSED:
         raise refused(**json.loads(file.read_text(encoding="utf-8").splitlines()[-1]))
     if done.returncode:
-        raise refused(f"its environment failed: {done.stderr.strip()[-1000:]}", "correct it")
+        raise refused(f"its program ended with code {done.returncode}: {done.stderr.strip()[-1000:]}", "correct it")
     return file
 
 

@@ -4,7 +4,7 @@
 
 `python -P verifiers_child.py SPEC rows` prints the rows of the environment's data set, `... SPEC serve LISTENER_FD
 REPORT_FD PARENT_PID` answers as every agent does, with the key of its address on stdin. SPEC is JSON: `name`,
-`args` and `split`. A refusal is a line of JSON, `{"rule", "way_out"}`, and exit code 3. Imports nothing of mrl.
+`args` and `split`. A refusal is a line of JSON, `{"rule", "way_out", "kind"}`, and exit code 3. Imports nothing of mrl.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 REFUSED = 3
+ABSENT = "to be provided"
+"""The kind of a fault that another machine may not have."""
 WITH_LOADER, WITH_TASKS = "verifiers>=0.1.14,<0.4", "verifiers==0.4.0"
 """Versions that take a module's `load_environment`, and those that take its taskset."""
 MAX_TURNS = 16
@@ -36,9 +38,9 @@ PR_SET_PDEATHSIG = 1
 RESULT = os.fdopen(os.dup(1), "w", encoding="utf-8")
 
 
-def refuse(rule: str, way_out: str) -> NoReturn:
+def refuse(rule: str, way_out: str, kind: str = "refused") -> NoReturn:
     """Ends the program with the reason, as JSON for the run."""
-    print(json.dumps({"rule": rule, "way_out": way_out}), file=RESULT, flush=True)
+    print(json.dumps({"rule": rule, "way_out": way_out, "kind": kind}), file=RESULT, flush=True)
     sys.exit(REFUSED)
 
 
@@ -63,7 +65,7 @@ class Classic:
         if loader is None:
             version = getattr(vf, "__version__", "")
             way_out = f"{sys.executable} -m pip install '{WITH_LOADER}'"
-            refuse(f"{spec['name']} has a load_environment, which verifiers {version} does not take", way_out)
+            refuse(f"{spec['name']} has a load_environment, which verifiers {version} does not take", way_out, ABSENT)
         parameters = inspect.signature(module.load_environment).parameters.values()
         named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         known = {one.name: one.default is one.empty for one in named}
@@ -109,8 +111,12 @@ class Tasks:
 
         if not hasattr(vf, "taskset_config_type"):
             way_out = f"{sys.executable} -m pip install {WITH_TASKS} uv"
-            refuse(f"{spec['name']} has no load_environment, and this verifiers takes no tasksets", way_out)
-        fields = vf.taskset_config_type(spec["name"]).model_fields
+            refuse(f"{spec['name']} has no load_environment, and this verifiers takes no tasksets", way_out, ABSENT)
+        try:
+            fields = vf.taskset_config_type(spec["name"]).model_fields
+        except Exception as error:  # importing a module runs the user's code
+            rule = f"{spec['name']} has no load_environment, and is no taskset: {type(error).__name__}: {error}"
+            refuse(rule, f"write either; a load_environment needs {WITH_LOADER}")
         known = {name: field.is_required() for name, field in fields.items() if name != "id"}
         check_arguments(spec["args"], known, False, f"the config of {spec['name']}")
         config = vf.EnvConfig(taskset={"id": spec["name"], **spec["args"]})  # pyright: ignore[reportArgumentType]
@@ -168,20 +174,22 @@ def is_there(module: str) -> bool:
 def load(spec: Mapping[str, Any]) -> Classic | Tasks:
     """Loads the environment; an error names a missing part."""
     if not is_there("verifiers"):
-        rule = f"{sys.executable} has no verifiers"
-        refuse(rule, f"python3 -m venv DIR && DIR/bin/pip install {WITH_TASKS} uv, and give DIR/bin/python")
+        kinds = f"'{WITH_LOADER}' for a load_environment, or {WITH_TASKS} uv for a taskset"
+        way_out = f"python3 -m venv DIR && DIR/bin/pip install {kinds}; give DIR/bin/python"
+        refuse(f"{sys.executable} has no verifiers", way_out, ABSENT)
     name = spec["name"].rsplit("/", 1)[-1].split("@")[0].replace("-", "_")
     own = "verifiers.v1.tasksets"
     is_shipped = is_there(f"{own}.{name}")
     if not is_shipped and not is_there(name):
         rule = f"{sys.executable} has no environment {spec['name']}: there is no module {name}"
         package = name.replace("_", "-")
-        refuse(rule, f"{sys.executable} -m pip install {package}, or start the run in the folder of {name}.py")
+        way_out = f"{sys.executable} -m pip install {package}, or start the run in the folder of {name}.py"
+        refuse(rule, way_out, ABSENT)
     try:
         module = importlib.import_module(f"{own}.{name}" if is_shipped else name)
     except Exception as error:  # importing a module runs the user's code
         way_out = f"{sys.executable} -m pip install what it needs; a load_environment needs {WITH_LOADER}"
-        refuse(f"{spec['name']} cannot be imported: {type(error).__name__}: {error}", way_out)
+        refuse(f"{spec['name']} cannot be imported: {type(error).__name__}: {error}", way_out, ABSENT)
     return Classic(module, spec) if hasattr(module, "load_environment") else Tasks(spec)
 
 
@@ -239,6 +247,11 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what the environment prints
     SPEC = json.loads(sys.argv[1])
     if sys.argv[2] == "rows":
-        write_rows(load(SPEC), SPEC)
+        try:
+            write_rows(load(SPEC), SPEC)
+        except Exception as failure:  # of the user's environment
+            TRACE = traceback.extract_tb(failure.__traceback__)
+            OWN = next((one for one in reversed(TRACE) if "site-packages" not in one.filename), TRACE[-1])
+            refuse(f"it failed at {OWN.filename}:{OWN.lineno}: {type(failure).__name__}: {failure}", "correct it")
     else:
         serve(load(SPEC), sys.argv[3:])

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import ConfigError
+from mrl.config.load import load_config
 from mrl.config.schema.env import EnvConfig
 from mrl.data.verifiers import find_rows
+from mrl.inputs import look_at_data
 from tests.unit.config.problems import problems_of
 
 LIBRARY = """
@@ -53,12 +55,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refusal(name: str, *, python: str = sys.executable, **arguments: object) -> str:
+def refusal_of(name: str, *, python: str = sys.executable, **arguments: object) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         find_rows(
             f"verifiers:{name}", EnvConfig(verifiers={name: python}, verifiers_args={name: arguments}), split="train"
         )
-    return str(caught.value)
+    return caught.value
+
+
+def refusal(name: str, *, python: str = sys.executable, **arguments: object) -> str:
+    return str(refusal_of(name, python=python, **arguments))
 
 
 def test_a_data_set_becomes_rows(folder: Path):
@@ -87,7 +93,8 @@ def test_arguments_are_compared_with_the_signature(folder: Path):
         "twos", numbr=3
     )
     assert "load_environment of twos needs number; give it under env.verifiers_args" in refusal("twos", split="x")
-    assert "its environment failed" in (said := refusal("any_kind", what=1)) and "no {'what': 1}" in said
+    (fault,) = (caught := refusal_of("any_kind", what=1)).problems
+    assert "any_kind.py:2: RuntimeError: no {'what': 1}" in str(caught) and fault.kind == "refused"
 
 
 def test_what_is_not_installed_is_named(folder: Path, tmp_path: Path):
@@ -96,9 +103,9 @@ def test_what_is_not_installed_is_named(folder: Path, tmp_path: Path):
     assert "broken cannot be imported: ZeroDivisionError" in refusal("broken")
     assert "no such program on this machine" in refusal("twos", python="/no/such/python")
     (folder / "verifiers.py").unlink()
-    assert f"{sys.executable} has no verifiers; python3 -m venv DIR && DIR/bin/pip install verifiers==" in refusal(
-        "another"
-    )
+    said = refusal("another")
+    assert f"{sys.executable} has no verifiers; python3 -m venv DIR && DIR/bin/pip install 'verifiers>=" in said
+    assert "verifiers==0.4.0 uv for a taskset" in said
 
 
 @pytest.mark.parametrize(
@@ -119,3 +126,10 @@ def test_names_fit_together(workplace: Path, overrides: list[str], expected: lis
     assert len(problems) == len(expected)
     for problem, begin in zip(problems, expected, strict=True):
         assert problem.startswith(begin)
+
+
+def test_a_source_that_no_section_names_is_not_looked_at(workplace: Path):
+    config = load_config("grpo_tiny.yaml", ["++env.verifiers.sums=python3", "data.train.data_path=verifiers:sums"])
+    config.env.verifiers.clear()
+    look = look_at_data(config, is_strict=False)
+    assert "data.train: the rows of verifiers:sums" in look.unseen and not look.problems

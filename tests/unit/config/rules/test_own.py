@@ -234,12 +234,14 @@ def test_a_parameter_that_keeps_its_default_is_doubted(things: None, override: s
 
 def test_a_function_that_no_row_asks_for_is_doubted(things: None):
     settings = ["++env.own.functions.mine=things_of_mine.judges", "++env.own.agents.other=things_of_mine:goes"]
-    config = load_config("grpo_tiny.yaml", settings)
-    function, agent = idle_parts(config, config.data.train_sets)
+    others = ["++env.remote.far=http://127.0.0.1:1/", "++env.verifiers.sums=python3"]
+    config = load_config("grpo_tiny.yaml", settings + others)
+    function, agent, remote, library = idle_parts(config, config.data.train_sets)
     assert function.startswith(
         "env.own.functions.mine=things_of_mine.judges: none of the first rows has the environment"
     )
     assert agent.endswith(" but math; data.default.env_name=other gives it all rows that name none")
+    assert remote.startswith("env.remote.far=http") and library.endswith("data_path=verifiers:sums asks its rows")
     asked = load_config("grpo_tiny.yaml", [*settings[:1], "data.default.env_name=mine"])
     assert idle_parts(asked, asked.data.train_sets) == []
 
