@@ -34,6 +34,9 @@ FUSED_LAYERS: dict[str, tuple[str, ...]] = {
     "out_proj": ("out_proj",),
 }
 
+NEVER_ADAPTED = {"lm_head", "embed_tokens"}
+"""Layers for which no adapter is made, whatever is named."""
+
 COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
 USE_INDUCTOR = f"{COMPILATION}.use_inductor"
 USE_GYM = "env.should_use_nemo_gym"
@@ -312,8 +315,10 @@ def _lora(found: Translation) -> None:
         source, target = f"{LORA}.{name}", f"{MEGATRON}.peft.{name}"
         if (setting := found.given(source)) is None:
             continue
-        layers = found.value_of(source)
+        layers = found.value_of(source) or []
         wanted = {str(layer).strip("*").strip(".") for layer in layers} if isinstance(layers, list) else {str(layers)}
+        if name == "exclude_modules":
+            wanted -= NEVER_ADAPTED
         fused = [layer for layer, parts in FUSED_LAYERS.items() if wanted.issuperset(parts)]
         if unknown := wanted - {part for layer in fused for part in FUSED_LAYERS[layer]}:
             parts = "where q_proj, k_proj, v_proj are one; so are gate_proj, up_proj"

@@ -236,9 +236,37 @@ def test_automodel_s_fused_adam_is_megatron_s(tmp_path: Path, refused: Callable[
     assert "master_weights=false (command line): parameters are updated in float32" in said
 
 
-def test_wildcards_of_adapted_layers_may_stand_on_both_sides(load: Callable[..., RunConfig]):
-    peft = load("", "policy.dtensor_cfg={enabled: true, lora_cfg: {enabled: true, exclude_modules: ['*out_proj*']}}")
-    assert peft.policy.megatron_cfg.peft.exclude_modules == ["out_proj"]
+@pytest.mark.parametrize(
+    ("option", "accepted"),
+    [(name, "false") for name in ("amsgrad", "maximize", "differentiable", "use_decoupled_grad")]
+    + [(name, "true") for name in ("adam_w_mode", "bias_correction", "master_weights")],
+)
+def test_an_optimizer_s_option_passes_at_what_megatron_does(
+    load: Callable[..., RunConfig], refused: Callable[..., str], option: str, accepted: str
+):
+    other = "true" if accepted == "false" else "false"
+    option = f"policy.optimizer.kwargs.{option}"
+    adam = ("policy.dtensor_cfg.enabled=true", "policy.optimizer.name=torch.optim.AdamW")
+    assert load("", *adam, f"{option}={accepted}") == load("", *adam)
+    assert f"{option}={other}" in refused("", *adam, f"{option}={other}")
+
+
+@pytest.mark.parametrize(
+    ("excluded", "layers"),
+    [
+        ("['*out_proj*']", ["out_proj"]),
+        ("null", []),
+        ("[]", []),
+        # No adapter is ever made for these.
+        ("['*lm_head*', embed_tokens]", []),
+        ("[lm_head, gate_proj, up_proj]", ["linear_fc1"]),
+    ],
+)
+def test_layers_without_adapters_are_named_as_automodel_does(
+    load: Callable[..., RunConfig], excluded: str, layers: list[str]
+):
+    peft = load("", f"policy.dtensor_cfg={{enabled: true, lora_cfg: {{enabled: true, exclude_modules: {excluded}}}}}")
+    assert peft.policy.megatron_cfg.peft.exclude_modules == layers
 
 
 @pytest.mark.parametrize(
