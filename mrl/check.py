@@ -124,14 +124,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
-    return check_run(
-        options.name,
-        options.words,
-        strict=options.strict,
-        secrets=options.secrets,
-        gpu=GPUS.get(options.gpu),
-        as_json=options.json,
-    )
+    return check_run(options, options.name, options.words)
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
@@ -142,11 +135,7 @@ def check_evaluation(options: argparse.Namespace) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
-    overrides = [*target.model_overrides(), *overrides]
-    secrets, as_json = options.secrets, options.json
-    return check_run(
-        target.config, overrides, to_evaluate=True, strict=options.strict, secrets=secrets, as_json=as_json
-    )
+    return check_run(options, target.config, [*target.model_overrides(), *overrides], to_evaluate=True)
 
 
 @dataclass(frozen=True)
@@ -279,29 +268,20 @@ def look_at_environment(config: RunConfig) -> tuple[list[Problem], list[str]]:
     return [], [text] if gpus and (text := describe_missing(missing_kernels())) else []
 
 
-def check_run(
-    name: str,
-    overrides: Sequence[str],
-    *,
-    to_evaluate: bool = False,
-    strict: bool = False,
-    secrets: set[str] | None = None,
-    gpu: Gpu | None = None,
-    as_json: bool = False,
-) -> int:
+def check_run(options: argparse.Namespace, name: str, overrides: Sequence[str], *, to_evaluate: bool = False) -> int:
     """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
-    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if
-    `strict`.
+    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only with
+    `--strict`.
     """
-    secrets = set() if secrets is None else secrets
-    checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
-    if as_json:
+    strict, gpu = options.strict, GPUS.get(options.gpu)
+    checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=options.secrets, gpu=gpu)
+    if options.json:
         found = {
             "problems": [problem.as_json() for problem in checked.problems],
             "warnings": [*checked.migration.idle_overrides(), *checked.doubts],
         }
-        sys.stdout.write(json.dumps(redact(found, secrets), indent=1) + "\n")
+        sys.stdout.write(json.dumps(redact(found, options.secrets), indent=1) + "\n")
     return tell(checked, to_evaluate=to_evaluate, strict=strict)
 
 

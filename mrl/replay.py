@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from conversion.files.limits import flush_console, limit_console
-from mrl.signals import LISTENER
+from mrl.signals import take_over
 
 if __name__ == "__main__":
-    LISTENER.listen()
-    limit_console()
-    LISTENER.cleanups.append(flush_console)
+    take_over()
 
 from mrl.rooms import command
 from mrl.store.loggers.thread import exit_with

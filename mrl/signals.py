@@ -130,6 +130,15 @@ LISTENER = Listener()
 """The listener of this process. It listens only where an entry has called `listen`."""
 
 
+def take_over() -> None:
+    """Takes this program's signals, and limits its prints. Call it first: threads inherit what this one blocks."""
+    from conversion.files.limits import flush_console, limit_console
+
+    LISTENER.listen()
+    limit_console()
+    LISTENER.cleanups.append(flush_console)
+
+
 @contextmanager
 def shielded() -> Iterator[None]:
     """Blocks the stop signals for every process and thread started in the `with` block. Restores replaced handlers."""

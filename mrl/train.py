@@ -27,13 +27,10 @@ from __future__ import annotations
 
 import sys
 
-from conversion.files.limits import flush_console, limit_console
-from mrl.signals import LISTENER
+from mrl.signals import take_over
 
 if __name__ == "__main__" and "--check" not in sys.argv:
-    LISTENER.listen()  # before libraries start threads, which would not block what this blocks
-    limit_console()
-    LISTENER.cleanups.append(flush_console)
+    take_over()
 
 from mrl import check
 from mrl.config.secrets import run_entry

@@ -37,8 +37,8 @@ class LimitedThread:
         self._late: Future | None = None
         threading.Thread(target=self._work, name=f"within {name}", daemon=True).start()
 
-    def within(self, limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Returns `call(*arguments, **options)`, or raises what it raises; TimeoutError: no answer within `limit_s`."""
+    def begin(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Future[T]:
+        """Makes a call after all earlier ones; what it returns, or raises, once it has."""
         answer: Future[T] = Future()
 
         def make_call() -> None:
@@ -48,6 +48,14 @@ class LimitedThread:
                 answer.set_exception(error)
 
         self._calls.put(make_call)
+        return answer
+
+    def within(self, limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Returns `call(*arguments, **options)`, or raises what it raises; TimeoutError: no answer within `limit_s`."""
+        return self.take(self.begin(call, *arguments, **options), limit_s, what)
+
+    def take(self, answer: Future[T], limit_s: float, what: str) -> T:
+        """Result of a call that `begin` has made, as `within` gives it."""
         try:
             return answer.result(limit_s)
         except TimeoutError:

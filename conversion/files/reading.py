@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
@@ -136,19 +136,18 @@ def find_difference(expected: Mapping[Path, str]) -> str:
         except (OSError, ValueError) as error:
             return f"{path} cannot be read: {error}"
 
-    with ThreadPoolExecutor(_num_threads()) as pool:
-        return next(filter(None, pool.map(difference, expected)), "")
+    return next(filter(None, _in_threads(difference, expected)), "")
 
 
 def file_hashes(paths: Iterable[Path], memory: Path, *, reads_all: bool = False) -> dict[Path, str]:
     """`file_hash` of every file, in threads; with `reads_all`, of the bytes there now, whatever `memory` has."""
     found = list(paths)
-    with ThreadPoolExecutor(_num_threads()) as pool:
-        return dict(zip(found, pool.map(lambda path: file_hash(path, memory, reads=reads_all), found), strict=True))
+    return dict(zip(found, _in_threads(lambda path: file_hash(path, memory, reads=reads_all), found), strict=True))
 
 
-def _num_threads() -> int:
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+def _in_threads(function: Callable[[Path], str], paths: Iterable[Path]) -> list[str]:
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return list(pool.map(function, paths))
 
 
 def known_hash(path: Path, memory: Path) -> str | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engines as Ray actors, driven step by step, and the driver's handle on them.
+"""Engines as Ray actors, driven step by step: the driver's handles on those of rollouts and of judges, gateways' lines.
 
-An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished
-requests again.
+An engine of rollouts that dies is restarted here; it serves again only after a refit, and then the driver asks its
+unfinished requests again. A judge's, which no refit changes, is started again at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Never, TypeVar
 
 import ray
 
@@ -24,13 +25,14 @@ from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
 from mrl.cluster.calls import answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
-from mrl.cluster.errors import ActorLost
+from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
-from mrl.cluster.service import ENGINES, LOOK_S, Service
+from mrl.cluster.service import ENGINES, LOOK_S, Service, judges_kind
 from mrl.cluster.tasks import BackgroundTasks, in_worker
 from mrl.cluster.verbs import EngineVerbs
+from mrl.config.judge_runs import judge_run
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
@@ -38,7 +40,8 @@ from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.rollout.callers import Answered, Client, EngineThread, RemoteCallers, Sent
+from mrl.rollout.callers import Answered, Client, EngineThread, Params, Prompt, RemoteCallers, Sent
+from mrl.rollout.engine_lines import EngineLost
 from mrl.types import PayloadRef, Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:
@@ -54,6 +57,10 @@ CALLERS = "callers"
 """Group of calls under way beside those of the driver: of gateways, and to look at it."""
 # Of each gateway one call waits for answers, and one, of the process before it that has died, may do so, too.
 CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 3
+# The engine answers so often, as a sign of life.
+LISTEN_S = 1.0
+JUDGE_VERSION = 0
+"""Weight version of a judge: that of its folder."""
 
 
 Polled = tuple[list[RolloutInfo], float]
@@ -212,9 +219,9 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         self.on_built()
 
     async def _carry(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
-        poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
-        polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
-        finished, busy_s = await answered(polled, actor=self.name(index), what="generation")
+        polled: Polled
+        polled, payload = await self._answer(self.handles[index].poll, index, requests, POLL_BUDGET_S)
+        finished, busy_s = polled
         self.busy_s += busy_s
         return {
             info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
@@ -280,3 +287,117 @@ def start_engine(
     options = {**first.options, "concurrency_groups": {CALLERS: CALLERS_PER_GATEWAY * num_gateways + OTHER_CALLERS}}
     actor = start_actor(EngineActor, options, first.log_file, hidden)
     return actor, ask(actor, EngineActor.build, config, first.device_ids, further, version)
+
+
+class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
+    """The engines of one judge, which gateways ask."""
+
+    def __init__(
+        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
+    ) -> None:
+        self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
+        self._num_gateways = scheduling.num_gateways(config)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called in the event loop when an engine is up."""
+        super().__init__(
+            judges_kind(name),
+            len(self._slots),
+            tasks=tasks,
+            log_folder=log_folder,
+            deadline_s=config.deadlines.refit_s,
+            start_s=start_deadline(self.config).seconds,
+            # An engine answers a look after `LOOK_S`.
+            look_s=LOOK_S + config.deadlines.generate_s,
+        )
+
+    def _note_up(self) -> None:
+        self.on_change()
+
+    async def _carry(self, index: int, requests: list[Never]) -> Mapping[str, Never]:
+        raise AssertionError("gateways ask judges")
+
+    def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
+        place = self._placement, self._slots[index], self.log_file(index)
+        return start_engine(self.config, *place, num_gateways=self._num_gateways, version=JUDGE_VERSION)
+
+
+def start_judges(
+    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
+) -> Mapping[str, JudgeGroup]:
+    """Starts the engines of all judges; does not wait for them."""
+    return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}
+
+
+class EngineLine:
+    """A gateway's line to one engine: questions, many in one call, and their answers. For the gateway's event loop.
+
+    `client` names its process: engines drop the questions of a dead one.
+    """
+
+    def __init__(self, name: ActorName, handle: ActorHandle[EngineActor], client: Client) -> None:
+        self.handle = handle
+        self._name, self._client = name, client
+        self._owed: dict[str, asyncio.Future[Answered]] = {}
+        self._unsent: list[Sent] = []
+        self._withdrawn: list[str] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def ask(self, prompt: Prompt, params: Params) -> Answered:
+        """Asks the engine; withdraws the question when the task is cancelled. EngineLost: the engine has died."""
+        question_id = uuid.uuid4().hex
+        answer = self._owed[question_id] = asyncio.get_running_loop().create_future()
+        self._unsent.append((question_id, prompt, params))
+        self._send_soon()
+        self._listening = self._listening or asyncio.ensure_future(self._listen())
+        try:
+            return await answer
+        finally:
+            if self._owed.pop(question_id, None) is not None:
+                self._withdrawn.append(question_id)
+                self._send_soon()
+
+    async def health(self) -> tuple[bool, int | None]:
+        """Tells whether the engine can sample now, and its weight version. EngineLost: it has died."""
+        call = self.handle.health.remote()
+        try:
+            return await answered(call, actor=self._name, what="health")
+        except RuntimeError as lost:
+            raise EngineLost(str(lost)) from lost
+
+    def _send_soon(self) -> None:
+        self._sending = self._sending or asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
+        """Sends waiting questions and withdrawals, call by call: a question comes before its withdrawal."""
+        while self._unsent or self._withdrawn:
+            (unsent, self._unsent), (withdrawn, self._withdrawn) = (self._unsent, []), (self._withdrawn, [])
+            call = self.handle.ask.remote(self._client, unsent, withdrawn)
+            try:
+                await answered(call, actor=self._name, what="questions")
+            except (RuntimeError, ValueError) as lost:
+                self._lose(lost)
+        self._sending = None
+
+    async def _listen(self) -> None:
+        while self._owed:
+            call = self.handle.take_answers.remote(self._client, LISTEN_S)
+            try:
+                answers = await answered(call, actor=self._name, what="answers")
+            except (RuntimeError, ValueError) as lost:
+                self._lose(lost)
+                break
+            for question_id, answer in answers:
+                if (asked := self._owed.pop(question_id, None)) is None or asked.done():
+                    continue  # withdrawn meanwhile
+                if isinstance(answer, Exception):
+                    asked.set_exception(answer)
+                else:
+                    asked.set_result(answer)
+        self._listening = None
+
+    def _lose(self, lost: Exception) -> None:
+        owed, self._owed = self._owed, {}
+        for asked in owed.values():
+            if not asked.done():
+                asked.set_exception(EngineLost(str(lost)))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import ray
@@ -23,17 +23,14 @@ import ray
 from mrl import rooms, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import GENERATION, ActorWork
-from mrl.cluster.calls import answered, ask, start_actor
-from mrl.cluster.engine_line import EngineLine
-from mrl.cluster.engines import EngineActor, EngineGroup
+from mrl.cluster.calls import ask, start_actor
+from mrl.cluster.engines import EngineActor, EngineGroup, EngineLine, JudgeGroup
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorName
-from mrl.cluster.event_loop import in_loop, wait_in_loop
-from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
-from mrl.cluster.service import GATEWAYS, LOOK_S, Service, judges_kind
-from mrl.cluster.tasks import in_worker
+from mrl.cluster.service import ANSWER_S, GATEWAYS, LOOK_S, NUM_THREADS, STUCK_S, Service, judges_kind
+from mrl.cluster.tasks import in_loop, in_worker, wait_in_loop
 from mrl.cluster.traces import Traces
 from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent, parts_at_work
@@ -63,12 +60,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Handles = Sequence["ActorHandle[EngineActor]"]
-# The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
-ANSWER_S, GATHER_S = 1.0, 0.05
-# The loop answers at once, unless the kernel keeps it from its work.
-STUCK_S = 60.0
-# One call hands tasks in while another waits, one brings the engines, and one lasts as long as the actor.
-NUM_CALLS = 5
+# The actor gathers what ends within so long of the first.
+GATHER_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -98,11 +91,7 @@ class Progress:
 
 
 class AgentRuns:
-    """Rollouts of agents under way, and those that have ended. For the gateway's event loop.
-
-    Apart from the actor: Ray would run one with coroutines in an event loop of its own, during which no signal is
-    handled.
-    """
+    """Rollouts of agents under way, and those that have ended, in `event_loop`."""
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
@@ -228,7 +217,7 @@ def gateways_of_agents(section: EnvConfig, num_gateways: int) -> dict[str, tuple
 async def started(
     runner: AgentRunner, config: RunConfig, listener: socket.socket, place: tuple[int, int], *, log_file: Path
 ) -> asyncio.Task[None]:
-    """Serves the runner's gateway, and starts its agents. Apart from the actor, as `AgentRuns` is.
+    """Serves the runner's gateway, and starts its agents.
 
     `place` is the gateway's index among so many: each has its processes of functions, the first one NeMo Gym's servers.
     """
@@ -336,9 +325,8 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
 
     async def _carry(self, index: int, requests: list[AgentTask]) -> dict[str, EndedRollout]:
         await self.up(index)
-        answer = self.handles[index].run.options(num_returns=2).remote(requests)
-        reference, payload = cast("tuple[ray.ObjectRef[Progress], ray.ObjectRef]", answer)
-        progress = await answered(reference, actor=self.name(index), what="agents")
+        progress: Progress
+        progress, payload = await self._answer(self.handles[index].run, index, requests)
         self._say_waiting(index, progress.waiting)
         for agent, name in sorted(progress.altered - self._altered):
             logger.warning("%s (rollout/%s/%s)", altered_text(agent, name, self.config), agent, name)
@@ -388,7 +376,7 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
 
     def _launch(self, index: int) -> tuple[ActorHandle[GatewayActor], ray.ObjectRef[str]]:
         nodes = self.placement.first_slots
-        options = {**self.placement.options(nodes[index % len(nodes)], {}), "max_concurrency": NUM_CALLS}
+        options = {**self.placement.options(nodes[index % len(nodes)], {}), "max_concurrency": NUM_THREADS}
         actor = start_actor(GatewayActor, options, self.config, index, len(self._waiting), self.log_file(index))
         port = int(self.urls[index].rpartition(":")[2]) if self.urls else None
         return actor, ask(actor, GatewayActor.ready, port, self.api_key, *self._handles())

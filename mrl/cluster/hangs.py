@@ -115,7 +115,7 @@ class HangJudge:
         silent = [
             reading
             for wait in waits
-            if now - wait.since >= self._patience(wait)
+            if now - wait.since >= max(self._notice_s, PATIENCE * self._longest.get(wait.what, 0.0))
             for reading in self._silent(now, wait.who())
         ]
         if not waits and now - self.moved_at >= self._notice_s:
@@ -155,9 +155,6 @@ class HangJudge:
             if key not in current:
                 self._longest[wait.what] = max(self._longest.get(wait.what, 0.0), now - wait.since)
         self._waited = current
-
-    def _patience(self, wait: Wait) -> float:
-        return max(self._notice_s, PATIENCE * self._longest.get(wait.what, 0.0))
 
     def _silent(self, now: float, names: Collection[str]) -> list[ProcessReading]:
         asked = set(names)

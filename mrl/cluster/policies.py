@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
@@ -45,10 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 MEETING_FILE = "ranks"
-LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
@@ -223,10 +220,6 @@ class Ranks:
         """Name of a rank, and number of the first: those of all models of a role are counted in one."""
         self.start_s = start_deadline(config).seconds
         self.handles: list = []
-        self.in_order = threading.Lock()
-        """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the
-        same order.
-        """
         given, secrets = split_secrets(config.model(own or "policy").megatron_cfg.env_vars or {}, config.facts.secrets)
         for number, slot in enumerate(slots, self.first):
             threads = {"OMP_NUM_THREADS": str(placement.num_threads(slot))}
@@ -255,7 +248,6 @@ class PolicyGroup(Actors[PolicyVerbs]):
         section = config.model(model)
         self.start_s = ranks.start_s
         self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
-        self.in_order = ranks.in_order
         building = {
             self.name(rank): ask(
                 actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id, model
@@ -275,33 +267,6 @@ class PolicyGroup(Actors[PolicyVerbs]):
             self.load(hf, cached, parallel)
             startup.lap("load")
         self.device = self.call(PolicyVerbs.device_name, only=[0])[0]
-
-    def start(
-        self, verb: Callable[[PolicyVerbs, *Ts], T], arguments: Mapping[int, tuple[*Ts]]
-    ) -> dict[ActorName, ray.ObjectRef[T]]:
-        with self.in_order:
-            return super().start(verb, arguments)
-
-    def call_behind(
-        self,
-        verb: Callable[[PolicyVerbs, *Ts], T],
-        *arguments: *Ts,
-        deadline_s: float,
-        is_awaited: threading.Event,
-        is_abandoned: threading.Event,
-    ) -> dict[int, T]:
-        """Calls like `call`, from another thread than the loop's, without a limit until `is_awaited`.
-
-        InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut
-        down.
-        """
-        pending = self.start(verb, dict.fromkeys(range(self.world_size), arguments))
-        references, num_answers = list(pending.values()), 0
-        while num_answers < len(references) and not is_awaited.is_set():
-            num_answers = len(ray.wait(references, num_returns=len(references), timeout=LOOK_S)[0])
-            if is_abandoned.is_set():
-                raise InterruptedError(f"{verb.__name__}: nobody waits for it any more")
-        return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
         """Loads each rank's part of the starting weights from the cached checkpoint, repaired if damaged, or `hf`."""
@@ -326,22 +291,21 @@ class PolicyGroup(Actors[PolicyVerbs]):
         for position, batch in enumerate(batches):
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
-            with self.in_order:
-                for rank, dp_rank in enumerate(self.dp_ranks):
-                    mine = (
-                        cast("dict[int, TrainSequence]", sequences[dp_rank]),
-                        batch.rows[dp_rank],
-                        batch.logprob_rows[dp_rank],
-                        position > 0,
-                        batch.shares_prefixes,
-                        {
-                            index: prompts[index]
-                            for row in batch.rows[dp_rank]
-                            for index in row
-                            if prompts and index in prompts
-                        },
-                    )
-                    pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine)
+            for rank, dp_rank in enumerate(self.dp_ranks):
+                mine = (
+                    cast("dict[int, TrainSequence]", sequences[dp_rank]),
+                    batch.rows[dp_rank],
+                    batch.logprob_rows[dp_rank],
+                    position > 0,
+                    batch.shares_prefixes,
+                    {
+                        index: prompts[index]
+                        for row in batch.rows[dp_rank]
+                        for index in row
+                        if prompts and index in prompts
+                    },
+                )
+                pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine)
             self.wait(pending, deadline_s=None, what="set_batch")
 
     def call_on_tokens(
@@ -364,11 +328,10 @@ class PolicyGroup(Actors[PolicyVerbs]):
                 for first, batch in zip(firsts, batches, strict=False)
             ]
 
-        with self.in_order:
-            pending = {
-                self.name(rank): ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, part(dp_rank))
-                for rank, dp_rank in enumerate(self.dp_ranks)
-            }
+        pending = {
+            self.name(rank): ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, part(dp_rank))
+            for rank, dp_rank in enumerate(self.dp_ranks)
+        }
 
         def finish() -> dict[int, PayloadRef]:
             return {
@@ -396,9 +359,8 @@ class PolicyGroup(Actors[PolicyVerbs]):
         ]
         self.set_batches([make_batch(shown, self.config, self.model)], prompts)
         pending, payloads = {}, {}
-        with self.in_order:
-            for rank, actor in enumerate(self.handles):
-                pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
+        for rank, actor in enumerate(self.handles):
+            pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
 
         def finish() -> list[TrainSequence]:
             taught = list(sequences)

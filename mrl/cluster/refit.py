@@ -171,10 +171,11 @@ class Refitter:
         reports, changed = self._run_rounds(engines), set[Slot]()
         kill_point("refit")
         if witness is not None:
+            stored = {name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()}
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
                     if before != after:
-                        changed |= set(check_unchanged(before, after, self._rounded()))
+                        changed |= set(check_unchanged(before, after, self.inputs.rounded(stored)))
             if changed:
                 logger.info(
                     "Refit zero: tensors that the files have in a wider dtype, now rounded as in the trainer (%d): %s",
@@ -189,11 +190,6 @@ class Refitter:
             seconds=time.monotonic() - start,
             verified_bytes=sum(report.num_bytes for report in reports),
             padding_bytes=sum(report.padding_bytes for report in reports),
-        )
-
-    def _rounded(self) -> frozenset[Slot]:
-        return self.inputs.rounded(
-            {name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()}
         )
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:

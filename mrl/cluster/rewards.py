@@ -24,15 +24,14 @@ from conversion.texts import listed
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.book import VERDICTS, ActorWork
-from mrl.cluster.calls import answered, ask, start_actor
+from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.event_loop import wait_in_loop
 from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
-from mrl.cluster.service import LOOK_S, REWARDS, Service
-from mrl.cluster.tasks import BackgroundTasks, Silence
+from mrl.cluster.service import ANSWER_S, LOOK_S, NUM_THREADS, REWARDS, STUCK_S, Service
+from mrl.cluster.tasks import BackgroundTasks, Silence, wait_in_loop
 from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
@@ -52,17 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# An actor that has no verdict answers so often, as a sign of life.
-ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several
 # turns its own.
 GATHER_S, TURN_GATHER_S = 0.1, 0.02
-# The loop answers at once, unless the kernel keeps it from starting or from killing a child.
-STUCK_S = 60.0
 # Texts are made of so many rollouts at once; children begin the first ones meanwhile.
 NUM_TOGETHER = 32
-# Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
-NUM_CALLS = 5
 
 Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 """A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
@@ -74,11 +67,7 @@ order of their packed transcripts."""
 
 
 class Judge:
-    """Judges rollouts, each in a coroutine, from text to verdict or transcript of its next turn. For one event loop.
-
-    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is
-    handled.
-    """
+    """Judges rollouts, each in a coroutine, from text to verdict or transcript of its next turn, in `event_loop`."""
 
     def __init__(self, config: RunConfig, endpoints: Path | None) -> None:
         from mrl.data.chat import load_tokenizer, use_chat_template
@@ -152,12 +141,10 @@ class Judge:
         return tasks
 
     async def _amend(self, info: RolloutInfo, verdict: Verdict) -> None:
-        remarks = await self._in_texts(self._inspect, info)
+        rules, limit_s = self.rules, self.config.deadlines.reward_s
+        assert rules is not None, "the driver asks only if there are any"
+        remarks = await self._in_texts(lambda: inspect_all(pull(info.sequences, timeout_s=limit_s), self.decode, rules))
         self.work.answer(info.request_id, (amend(verdict, remarks), "over"))
-
-    def _inspect(self, info: RolloutInfo) -> Remarks:
-        assert self.rules is not None, "the driver asks only if there are any"
-        return inspect_all(pull(info.sequences, timeout_s=self.config.deadlines.reward_s), self.decode, self.rules)
 
     async def _judge(
         self, request_id: str, prompt: Prompt, task: Task, rollout: Rollout | None, remarks: Remarks | None
@@ -306,9 +293,9 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
 
     async def _carry(self, index: int, requests: list[Unjudged]) -> dict[str, Ended | PayloadRef]:
         await self.up(index)
-        answer = self.handles[index].judge.options(num_returns=2).remote(requests)
-        reference, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
-        ended, continued, load = await answered(reference, actor=self.name(index), what="rewards")
+        judged: Judged
+        judged, transcripts = await self._answer(self.handles[index].judge, index, requests)
+        ended, continued, load = judged
         self._seconds[index] += load.seconds
         self._load += load
         for name, (verdict, _) in ended.items():
@@ -320,6 +307,6 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}
 
     def _launch(self, index: int) -> tuple[ActorHandle[RewardActor], ray.ObjectRef[int]]:
-        options = {**self.placement.reward_options[index], "max_concurrency": NUM_CALLS}
+        options = {**self.placement.reward_options[index], "max_concurrency": NUM_THREADS}
         actor = start_actor(RewardActor, options, self.config, self.log_file(index))
         return actor, ask(actor, RewardActor.ready)

@@ -113,8 +113,10 @@ class RolloutCollector:
             self._num_missing += group.num_missing
             if group.epoch >= 0:  # validation has another
                 self._under_way[group.key] = group
+            is_agents = self.gateways is not None and self.gateways.does(group.prompt.env_name)
+            run = self._agent_rollout if is_agents else self._rollout
             for index in set(range(group.num_generations)) - set(group.judged):
-                self.tasks.begin(self._run(group, index, sampling))
+                self.tasks.begin(run(group, index, sampling))
 
     async def unfinished(self, is_last: bool) -> list[RolloutGroup]:
         """Groups of the training that are not whole, with what is sampled of them.
@@ -186,12 +188,6 @@ class RolloutCollector:
         before, self._busy_s = self._busy_s, self.engines.busy_s
         return (self._busy_s - before) / self.engines.num_engines
 
-    async def _run(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
-        if self.gateways is not None and self.gateways.does(group.prompt.env_name):
-            await self._agent_rollout(self.gateways, group, index, sampling)
-        else:
-            await self._rollout(group, index, sampling)
-
     async def _rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Samples a turn and has it judged; then the next one, or the rollout ends."""
         epoch, prompt = group.epoch, group.prompt
@@ -227,12 +223,11 @@ class RolloutCollector:
             )
         self._note_judged(group, index, verdict)
 
-    async def _agent_rollout(
-        self, gateways: GatewayGroup, group: RolloutGroup, index: int, sampling: SamplingParams
-    ) -> None:
+    async def _agent_rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Runs an agent on the row in a gateway session, which keeps its samples until a rank trains on them."""
+        assert self.gateways is not None
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
-        ended = await gateways.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
+        ended = await self.gateways.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, ended.info)

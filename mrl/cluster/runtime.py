@@ -130,7 +130,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
         if watchdog is not None:
             watchdog.look_after(dead_daemons)
             if config.cluster.num_nodes > 1:
-                watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
+                watchdog.lookouts = Lookouts(folder.name, watchdog.interval_s)
         with heartbeat(owner_file):
             yield folder
     except RuntimeError as error:

@@ -32,6 +32,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 LOOK_S = 5.0
 """Seconds between two looks at an actor that nobody may be asking."""
+ANSWER_S = 1.0
+"""An actor that has no answer says so this often, as a sign of life."""
+STUCK_S = 60.0
+"""Its loop answers at once, unless the kernel keeps it from its work, or from starting or killing a child."""
+NUM_THREADS = 5
+"""Calls at once: one hands requests in, another waits for answers; a look, news of engines, and what tests ask."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,11 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
     @abstractmethod
     async def _carry(self, index: int, requests: list[Q]) -> Mapping[str, A]:
         """Hands requests to an actor; see `RequestBook`."""
+
+    async def _answer(self, call: Any, index: int, *arguments: object) -> tuple[Any, ray.ObjectRef]:
+        """The answer of a method of an actor that returns packed items beside it, and a reference to these."""
+        answer, items = call.options(num_returns=2).remote(*arguments)
+        return await answered(answer, actor=self.name(index), what=self.service.wait), items
 
     def _note_up(self) -> None:
         """Called in the event loop when an actor is up."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of an event loop, waits for them, and the driver's thread for what would block its loop.
+"""Tasks of an event loop, waits for them, the driver's thread for what would block its loop, and the loop of an actor.
 
 In the driver training is one coroutine; rollouts, calls to actors and watches of these are tasks beside it.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from mrl.cluster import hangs
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
 GC_THRESHOLD = 50_000
@@ -29,6 +31,8 @@ AT_WORK = "at_work"
 TICK_S = 0.25
 # A run that ends because a task is stuck must not be stuck, too.
 END_TIMEOUT_S = 5.0
+# What Ray's threads call in an actor's loop waits for nobody.
+CALL_TIMEOUT_S = 60.0
 
 
 @cache
@@ -174,3 +178,29 @@ async def started_tasks() -> AsyncIterator[BackgroundTasks]:
         yield tasks
     finally:
         await tasks.end()
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of an actor, in a thread: Ray's threads call into it and wait. It lives as long as the process.
+
+    Ray would run an actor class with coroutines in an event loop of its own, beside which no signal is handled.
+    """
+    gc.set_threshold(GC_THRESHOLD)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
+    return loop
+
+
+def wait_in_loop(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Runs a coroutine in the loop and returns its result. TimeoutError: none within `limit_s`."""
+    return asyncio.run_coroutine_threadsafe(work, event_loop()).result(limit_s)
+
+
+def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Runs a function on the loop's thread and returns its result."""
+
+    async def call() -> T:
+        return function(*arguments)
+
+    return wait_in_loop(call(), CALL_TIMEOUT_S)

@@ -208,7 +208,8 @@ class Watchdog:
         self._folder, self._log_folder = folder, log_folder
         self._notice_s, self._end_s = notice_s, end_s
         self.interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
-        self._lookouts: Nodes | None = None
+        self.lookouts: Nodes | None = None
+        """Looks at further nodes, from when it is set."""
         self._judge = HangJudge(notice_s)
         self._answered_at = time.monotonic()
         self._told: set[tuple] = set()
@@ -228,10 +229,6 @@ class Watchdog:
         end_on_shortage(self._end_short)
         return self
 
-    def look_at(self, lookouts: Nodes) -> None:
-        """Looks at these nodes, too, from now on."""
-        self._lookouts = lookouts
-
     def look_after(self, dead_daemons: Callable[[], str]) -> None:
         """Sets the function that names dead daemons of Ray; "" means none."""
         self._dead_daemons = dead_daemons
@@ -239,8 +236,8 @@ class Watchdog:
     def stop(self) -> None:
         """Ends the watch; a thread that a file system holds is left behind."""
         hangs.ask(None)
-        if self._lookouts is not None:
-            self._lookouts.stop()
+        if self.lookouts is not None:
+            self.lookouts.stop()
         self._is_over.set()
         if self._threads[1].is_alive():
             self._threads[1].join(CONSOLE_TIMEOUT_S)
@@ -256,7 +253,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self.interval_s):
-            others = self._lookouts.readings() if self._lookouts is not None else []
+            others = self.lookouts.readings() if self.lookouts is not None else []
             readings = [*read_all(os.getpid(), read_signs(self._folder)), *others]
             # A launcher may have started Ray below the driver: lookouts know names.
             self.look(time.monotonic(), list({reading.key: reading for reading in readings}.values()))
@@ -325,9 +322,9 @@ class Watchdog:
     def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
         """Writes all processes' stacks to a file; returns where each is, by the key of its reading, and the file."""
         stacks = read_stacks(self._folder)
-        if self._lookouts is not None:
+        if self.lookouts is not None:
             with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them
-                stacks += within(STACKS_TIMEOUT_S, "stacks of other nodes", self._lookouts.stacks)
+                stacks += within(STACKS_TIMEOUT_S, "stacks of other nodes", self.lookouts.stacks)
         self._num_stacks += 1
         target = self._log_folder / f"stacks-{self._num_stacks}.txt"
         with local_file(self._folder, target).open("a", encoding="utf-8") as file:

@@ -91,7 +91,8 @@ class Heard:
         A client may send the model's answers back without their thoughts, so they are not compared. Another try at an
         answer, or another beginning, is a conversation of its own.
         """
-        places = [place for place, message in enumerate(messages) if not _is_assistants(message)]
+        is_own = [isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages]
+        places = [place for place, is_models in enumerate(is_own) if not is_models]
         given = [hash(str(messages[place])) for place in places]
         known = [one for one in self._conversations if one.given == given[: len(one.given)] and one.given != given]
         start = 0
@@ -117,10 +118,6 @@ class Heard:
         """The conversations within the limit of characters."""
         more = [(said_by(LEFT_OUT, counted(self._num_more, "conversation")),)] if self._num_more else []
         return bounded([*(growing.whole() for growing in self._conversations), *more])
-
-
-def _is_assistants(message: object) -> bool:
-    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def read_conversations(value: object, max_characters: int) -> tuple[tuple[Said, ...], ...]:

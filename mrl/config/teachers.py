@@ -126,7 +126,8 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
         megatron |= {
             key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")
         }
-        megatron |= _mapping(place.get("megatron_cfg_overrides"))
+        overrides = place.get("megatron_cfg_overrides")
+        megatron |= overrides if isinstance(overrides, Mapping) else {}
         # Like the policy's, a teacher's sequences are split where its tensors are.
         megatron.setdefault("sequence_parallel", splits_sequences and megatron["tensor_model_parallel_size"] != 1)
         own: dict[str, object] = {"model_name": model, "tokenizer.name": model, "dtensor_cfg.enabled": False}
@@ -176,7 +177,3 @@ def _read(
     of_policy = {*inherited.values(), *(prefix + key.removeprefix(f"{TEACHER}.") for key in inherited)}
     own_problems = [problem for problem in found if problem.key not in of_policy]
     return None if own_problems else teacher, own_problems
-
-
-def _mapping(value: object) -> dict[str, object]:
-    return dict(value) if isinstance(value, Mapping) else {}

@@ -105,8 +105,8 @@ Shown = tuple[list[Message], Message | None, str, tuple[str, ...]]
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     """The row in the format `dataset` names, else in the one that its keys tell; with its tools and system message."""
-    has_request = REQUEST in fields
-    if dataset.dataset_name == GYM_DATASET or (has_request and not _is_named(dataset)):
+    has_request, name = REQUEST in fields, dataset.dataset_name
+    if name == GYM_DATASET or (has_request and name not in _KEYS and name not in _FORMATS):
         return _gym(fields, dataset)
     messages, reply, answer, used = _shown(fields, dataset)
     rest = _without(fields, *used, "id", "env_name")
@@ -122,10 +122,6 @@ def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         (reply,) = calls_as_written([reply], tools)
     rest = _without(rest, dataset.tool_key, dataset.system_key)
     return ParsedRow(messages, reply, gold_of(answer), tools, rest, row_id, env_name, unshown=unshown)
-
-
-def _is_named(dataset: DatasetConfig) -> bool:
-    return dataset.dataset_name in _KEYS or dataset.dataset_name in _FORMATS
 
 
 def _shown(fields: Fields, dataset: DatasetConfig) -> Shown:

@@ -153,9 +153,7 @@ def record_step(
         teachers = pull_teacher(batch.sequences, timeout_s=PULL_S)
         sequences = [
             dataclasses.replace(
-                sequence,
-                rollout=dataclasses.replace(sequence.rollout, payload=rollout, further=()),
-                teacher=teacher,
+                sequence, rollout=dataclasses.replace(sequence.rollout, payload=rollout, further=()), teacher=teacher
             )
             for sequence, rollout, teacher in zip(batch.sequences, rollouts, teachers, strict=True)
         ]

@@ -70,10 +70,7 @@ async def start_run(
     }
     logger.info("%s", outlook(config, first_step=first_step, last_step=training.num_steps, **times))
     async with training.open(folder, budget) as run:
-        with (
-            folder.open_loggers() as loggers,
-            watch_hosts(config, None if loggers.is_empty else loggers.log_host),
-        ):
+        with folder.open_loggers() as loggers, watch_hosts(config, None if loggers.is_empty else loggers.log_host):
             folder.next_metrics["time/start"] = time.monotonic() - started
             state = await run.begin(checkpoint)
             async with run.saved(state):
@@ -130,9 +127,7 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
-        return check.check_run(
-            options.name, options.words, strict=options.strict, secrets=options.secrets, as_json=options.json
-        )
+        return check.check_run(options, options.name, options.words)
     try:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words, secrets=options.secrets)

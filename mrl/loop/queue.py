@@ -197,23 +197,6 @@ class RolloutQueue:
                     dropped.append(group.key)
         groups, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
         num_discarded = self._keep(surplus, next_version=state.weight_version + 1)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        ages = [state.weight_version - rollout.weight_version for rollout in rollouts]
-        metrics = {
-            "train/avg_trajectory_age": sum(ages) / len(ages),
-            "train/max_trajectory_age": float(max(ages)),
-            "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts)
-            / len(rollouts),
-        }
-        if plan.takes_first:
-            left = list(self._asked.values())
-            metrics |= carried_metrics(groups, left, state.weight_version)
-            metrics |= self._lengths.note(sampled, left, state.weight_version)
-        if plan.max_batches is not None:
-            metrics |= {
-                "train/dynamic_sampling_num_gen_batches": float(num_batches),
-                "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
-            }
         # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
         before, self._taken_at = self._taken_at, time.monotonic()
         # 0 where an earlier attempt has sampled all of them.
@@ -221,15 +204,32 @@ class RolloutQueue:
         busy_s = self._source.take_busy_s()
         if plan.samples_ahead and num_batches > 0:
             clock.overlap("generation", busy_s)
-        num_ready = sum(asked.num_missing == 0 for asked in self._asked.values()) + len(self._surplus)
-        num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        metrics = self._metrics(groups, sampled, state.weight_version)
+        if plan.max_batches is not None:
+            metrics["train/dynamic_sampling_num_gen_batches"] = float(num_batches)
+            metrics["train/dynamic_sampling_num_discarded_valid_samples"] = float(num_discarded)
         if busy_s > 0:  # agents ask over HTTP, which is not counted here
             metrics["rollout/engine_idle_fraction"] = max(0.0, 1.0 - busy_s / seconds)
-        metrics |= {
-            "train/buffer_size": float(num_ready),
+        return Supplied(groups, dropped, sampled or groups, seconds, metrics)
+
+    def _metrics(
+        self, groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup], weight_version: int
+    ) -> dict[str, float]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        ages, left = [weight_version - rollout.weight_version for rollout in rollouts], list(self._asked.values())
+        num_mixed = sum(rollout.num_weight_versions > 1 for rollout in rollouts)
+        num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        metrics = {
+            "train/avg_trajectory_age": sum(ages) / len(ages),
+            "train/max_trajectory_age": float(max(ages)),
+            "rollout/mixed_version_fraction": num_mixed / len(rollouts),
+            "train/buffer_size": float(sum(group.num_missing == 0 for group in left) + len(self._surplus)),
             "rollout/regenerated_groups": float(num_regenerated),
         }
-        return Supplied(groups, dropped, sampled or groups, seconds, metrics)
+        if self.plan.takes_first:
+            metrics |= carried_metrics(groups, left, weight_version)
+            metrics |= self._lengths.note(sampled, left, weight_version)
+        return metrics
 
     async def sample(
         self,
@@ -443,14 +443,5 @@ def open_queue(
     def counts(group: RolloutGroup) -> bool:
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
-    plan = queue_plan(config)
-    return RolloutQueue(
-        plan,
-        source,
-        ledger,
-        prompts(),
-        data.sampling,
-        last_step=last_step,
-        has_signal=counts,
-        revive=revive,
-    )
+    what = queue_plan(config), source, ledger, prompts(), data.sampling
+    return RolloutQueue(*what, last_step=last_step, has_signal=counts, revive=revive)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import train_sequences
@@ -37,7 +38,7 @@ from mrl.store.identity import Identity, conditions_of, identity_of, with_templa
 from mrl.store.rollout_files import KEPT, KeptRollouts, drop_kept, sequences_of, with_payloads
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
-from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RolloutInfo, RunState, TrainSequence
+from mrl.types import Batch, Prompt, RolloutGroup, RunState, TrainSequence
 
 if TYPE_CHECKING:
     from mrl.cluster.rollouts import RolloutCollector
@@ -96,10 +97,7 @@ class RolloutSupplier:
         restarts = self.session.engines.book.num_restarts
         step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
         step.metrics |= rollout_metrics(
-            supplied.sampled,
-            self.config.rollouts,
-            seconds=supplied.seconds,
-            num_engine_restarts=restarts,
+            supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts
         )
         if self.config.env.has_agents:
             # Dynamic sampling has left out those that it looked at.
@@ -211,10 +209,6 @@ async def open_kept(
     from mrl.cluster.payload import pull_unless
 
     is_over = threading.Event()
-
-    def pull(infos: Sequence[RolloutInfo]) -> list[Rollout]:
-        return pull_unless(is_over, infos)
-
     kept = KeptRollouts(
         folder.path / KEPT,
         conditions_of(config, identity),
@@ -222,7 +216,7 @@ async def open_kept(
         limit_bytes=section.keep_rollouts_gb * 1e9,
         unfinished_s=section.keep_unfinished_s,
         saves=lambda step: is_save_step(section, step) or step == last_step,
-        pull=pull,
+        pull=partial(pull_unless, is_over),
         check_owner=folder.check_owner,
     )
 
@@ -291,14 +285,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             supplier = RolloutSupplier(
                 config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept
             )
-            yield Run(
-                config,
-                folder,
-                supplier,
-                saver,
-                budget,
-                num_steps,
-                Critic(config, session) if config.has_critic else None,
-            )
+            critic = Critic(config, session) if config.has_critic else None
+            yield Run(config, folder, supplier, saver, budget, num_steps, critic)
 
     return Training(config, num_steps, data.left_out, identity, open_run)

@@ -261,7 +261,8 @@ class Run(Generic[S_co]):
         self.folder.print_header(step.number, self.last_step)
         self.budget.count_step()
         self.decide_end(step.number, step.metrics)
-        if self.is_save_due(step.number):
+        section = self.config.checkpointing
+        if section.enabled and (self.is_over or is_save_step(section, step.number)):
             with step.clock.phase("checkpoint"):
                 await self.save(self.saver.begin, state, waits=self.is_over)
         await in_worker(self._log, step)
@@ -332,11 +333,6 @@ class Run(Generic[S_co]):
         training = self.config.training
         first = self.config.rollouts.val_start_at if self.config.has_engines else 0
         return (step >= first and is_due(step, training.val_period)) or (training.val_at_end and step == self.last_step)
-
-    def is_save_due(self, step: int) -> bool:
-        """True when a checkpoint follows `step`, which may be its last."""
-        section = self.config.checkpointing
-        return section.enabled and (self.is_over or is_save_step(section, step))
 
 
 @dataclass(frozen=True)

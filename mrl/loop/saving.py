@@ -6,11 +6,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
+from conversion.files.limits import LimitedThread
 from conversion.files.manifest import WRITTEN, read_written
 from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import PolicyVerbs
@@ -57,9 +58,9 @@ class CheckpointSaver:
         self._session = session
         self._under_way: Future[None] | None = None
         self._is_awaited = threading.Event()
-        """Set while the driver waits for the save under way: only then do the save's calls have deadlines."""
+        """Set while the driver waits for the save under way: only then are ranks asked, which nobody else asks then."""
         self._is_abandoned = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = LimitedThread("saves")
         self._hidden_s: float | None = None
         self._saved_step = 0
 
@@ -124,11 +125,7 @@ class CheckpointSaver:
                 self._publish(checkpoint, ends=waits)
             else:
                 self._is_awaited.clear()
-                self._under_way = under_way = Future[None]()
-                self._thread = threading.Thread(
-                    target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True
-                )
-                self._thread.start()
+                self._under_way = self._thread.begin(self._publish_once_written, checkpoint)
 
     def finish(self) -> None:
         """Waits until the save under way, if there is one, is published or has failed."""
@@ -141,31 +138,25 @@ class CheckpointSaver:
                 2 * len(self._session.trained_models) * self._deadline_s + 2 * (WRITE_TIMEOUT_S + IO_TIMEOUT_S)
             )
 
-    def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
+    def _publish_once_written(self, pending: Checkpoint) -> None:
         """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
-        try:
-            with self._may_fail(pending.step, is_needed=False):
-                # Ranks that train the next step would not answer before its end.
-                while any(read_written(pending.weights_of(model)) is None for model in self._session.trained_models):
-                    if self._is_awaited.wait(POLL_INTERVAL_S):
-                        break
-                    if self._is_abandoned.is_set():
-                        raise InterruptedError("the save is abandoned")
-                self._publish(pending)
-        except Exception as error:  # the driver raises it
-            under_way.set_exception(error)
-        else:
-            under_way.set_result(None)
+        with self._may_fail(pending.step, is_needed=False):
+            # Ranks that train the next step would not answer before its end.
+            while any(read_written(pending.weights_of(model)) is None for model in self._session.trained_models):
+                if self._is_awaited.wait(POLL_INTERVAL_S):
+                    break
+                if self._is_abandoned.is_set():
+                    raise InterruptedError("the save is abandoned")
+            self._publish(pending)
 
     def _publish(self, pending: Checkpoint, *, ends: bool = False) -> None:
         """Waits until all ranks wrote, then publishes the checkpoint, with which a run `ends`. OSError: unwritable."""
         files: dict[str, FileRecord] = {}
         hidden_s, problems = 0.0, list[str]()
-        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
         for model, group in self._session.trained_models.items():
             weights = pending.weights_of(model)
             parts = read_written(weights) or list(
-                group.call_behind(PolicyVerbs.finish_save, self._deadline_s, **limits).values()
+                group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s).values()
             )
             remove_file(weights / WRITTEN)
             problems += [parts[0].problem] if parts[0].problem else []
@@ -214,8 +205,7 @@ class CheckpointSaver:
     def abandon(self) -> None:
         """Leaves the save under way as it is: the attempt fails, and its folder may soon be another's."""
         self._is_abandoned.set()
-        if self._thread is not None:
-            self._thread.join(ABANDON_S)
+        wait([self._thread.begin(int)], ABANDON_S)
 
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""

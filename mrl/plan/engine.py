@@ -29,13 +29,10 @@ class CacheLayout:
         """Blocks of Mamba states of each sequence."""
         return self.state_groups * self.states
 
-    def blocks_of(self, tokens: int) -> int:
-        """Blocks of a sequence."""
-        return self.attention_groups * -(-tokens // self.block_tokens) + self.state_blocks
-
     def concurrency(self, cache_bytes: float, tokens: int) -> float:
         """Sequences of a length that fit at once."""
-        return int(cache_bytes // self.block_bytes) / self.blocks_of(tokens)
+        blocks_of_each = self.attention_groups * -(-tokens // self.block_tokens) + self.state_blocks
+        return int(cache_bytes // self.block_bytes) / blocks_of_each
 
 
 def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:

@@ -238,11 +238,6 @@ class RefitTimes:
         return TimeRange(sum(self.parts[name].low for name in names), sum(self.parts[name].high for name in names))
 
 
-def refit_calls(config: RunConfig) -> int:
-    """Calls of the driver in a refit: one of each policy rank, two of each engine (`mrl.cluster.refit`)."""
-    return config.num_policy_ranks + 2 * config.num_engines
-
-
 def refit_times(
     refit: RefitTraffic, gpu: Gpu, *, engine_weights: float, num_calls: int, network: tuple[float, float] = NETWORK
 ) -> RefitTimes:
@@ -335,7 +330,8 @@ def step_times(
         shape, gpu, engine, tp=tp, pp=pp, num_groups=vllm.num_groups, **sizes, num_nodes=num_nodes
     )
     if refit is not None:
-        num_calls = refit_calls(config)
+        # Of the driver: one of each policy rank, two of each engine (`mrl.cluster.refit`).
+        num_calls = config.num_policy_ranks + 2 * config.num_engines
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped
     if config.num_dedicated_slots:
         policy = StepTimes(phases, mean_tokens, at_once)

@@ -57,16 +57,6 @@ class RankBatch:
         """Pairs training rows with values computed in rows of logprob passes; none outside the last pipeline stage."""
         return zip(self.rows, regroup(values, self.logprob_rows, self.rows) if values else (), strict=False)
 
-    def take_reference_logprobs(self, logprobs: Mapping[int, np.ndarray]) -> None:
-        """Takes the reference's logprobs, by sequence."""
-        for row in self.rows:
-            row.reference_logprobs_T = as_row(row, logprobs)
-
-    def take_values(self, values: Mapping[int, np.ndarray]) -> None:
-        """Takes the critic's values, by sequence."""
-        for row in self.rows:
-            row.values_T = as_row(row, values)
-
     def take_returns(self, returns: Mapping[int, np.ndarray]) -> None:
         """Takes critic targets by sequence; tokens without a return leave the loss. Collective over the dp group."""
         for row in self.rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mrl.policy import step
-from mrl.policy.batch import sequences_of
+from mrl.policy.batch import as_row, sequences_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +45,8 @@ def set_reference_logprobs(policy: PolicyRank, logprobs: list[dict[int, np.ndarr
     """Sets the reference's logprobs of batches, by sequence."""
     policy.make_current()
     for batch, found in zip(policy.batches(), logprobs, strict=True):
-        batch.take_reference_logprobs(found)
+        for row in batch.rows:
+            row.reference_logprobs_T = as_row(row, found)
 
 
 def compute_values(critic: PolicyRank) -> list[dict[int, np.ndarray]]:
@@ -65,7 +66,8 @@ def compute_advantages(policy: PolicyRank, values: list[dict[int, np.ndarray]]) 
     """Computes policy advantages from a critic's values of batches; returns the critic's targets, in the same form."""
     policy.make_current()
     for batch, found in zip(policy.batches(), values, strict=True):
-        batch.take_values(found)
+        for row in batch.rows:
+            row.values_T = as_row(row, found)
     policy.finish_batches()
     return sequences_of([[(row, row.returns_T) for row in batch.rows] for batch in policy.batches()])
 

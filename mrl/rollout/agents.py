@@ -327,7 +327,8 @@ class AgentRunner:
         name = task.prompt.env_name
         if (agents := self.agents.get(name)) is None:
             assert self.gym is not None, name
-            group = self._group_of(task)
+            # Of a group that is asked again, servers may still hold the answers of the time before.
+            group = hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
             return await self.gym.answer(task, session, self.gateway.receipts, group=group, deadline_s=deadline_s)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
@@ -339,10 +340,6 @@ class AgentRunner:
             "deadline_s": deadline_s,
         }
         return await agent.ask(asked)
-
-    def _group_of(self, task: AgentTask) -> int:
-        """Number of the task's group, another when asked again: servers may still hold answers of the time before."""
-        return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
     def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> AgentResult:
         rollouts = session.tree.sequences(task.request)

@@ -372,7 +372,8 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
         rule = f"numbers of entries (minItems, maxItems), each within the others, may come to {MAX_REPEATS:,}"
         return f"{', '.join(CONSTRAINTS)}: {rule}; ask for fewer"
     texts = list(texts_of(constraints, with_keys=True))
-    num_alternatives = sum(text.count("|") for text in texts) + sum(map(len, _lists(constraints)))
+    num_entries = sum(len(item) for item in _items(constraints) if isinstance(item, list))
+    num_alternatives = sum(text.count("|") for text in texts) + num_entries
     if num_alternatives > MAX_ALTERNATIVES or sum(map(len, texts)) > MAX_CONSTRAINT_CHARACTERS:
         rule = f"they may have {MAX_ALTERNATIVES} and {MAX_CONSTRAINT_CHARACTERS}"
         given = f"{num_alternatives} alternatives and entries of lists, {sum(map(len, texts))} characters"
@@ -418,10 +419,6 @@ def texts_of(value: object, *, with_keys: bool = False) -> Iterator[str]:
             yield item
         elif isinstance(item, dict) and with_keys:
             yield from item
-
-
-def _lists(value: object) -> Iterator[list]:
-    return (item for item in _items(value) if isinstance(item, list))
 
 
 def _items(value: object) -> Iterator[object]:

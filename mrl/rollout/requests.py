@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -98,7 +97,10 @@ def rollout_of(
     proposals = (
         Proposals()
         if found is None
-        else Proposals(sum(found.histogram), found.num_draft_tokens, _accepted(found.histogram))
+        # The counts are of passes, by the number of tokens that were accepted.
+        else Proposals(
+            sum(found.histogram), found.num_draft_tokens, sum(n * count for n, count in enumerate(found.histogram))
+        )
     )
     drawn = Rollout(
         request=replace(request, earlier=None),
@@ -137,8 +139,3 @@ def _behind(earlier: Rollout | None, drawn: Rollout) -> Rollout:
     if earlier is None:
         return drawn
     return continued(earlier, drawn) if earlier.finish_reason == "abort" else appended(earlier, drawn)
-
-
-def _accepted(histogram: Sequence[int]) -> int:
-    """Number of accepted tokens, from the counts of passes that accepted so many."""
-    return sum(number * count for number, count in enumerate(histogram))

@@ -293,13 +293,10 @@ def _is_saved(path: Path, *, depth: int = 2) -> bool:
     So OpenRLHF (_actor/global_step50), Orbax (100), NeMo (...-epoch=1-consumed_samples=100) and Composer
     (ep0-ba50-rank0.pt) name saves. A model, whose name may have a number, too, has its config.json beside its weights.
     """
-    if re.search(r"[0-9]", path.name) and not _SHARD_OF_MODEL.search(path.name) and not _is_model(path):
+    is_model = _SHARD_OF_MODEL.search(path.name) or (path / "config.json").is_file()
+    if re.search(r"[0-9]", path.name) and not is_model:
         return _holds_weights(path)
     return depth > 1 and path.is_dir() and any(_is_saved(inner, depth=depth - 1) for inner in _entries(path))
-
-
-def _is_model(path: Path) -> bool:
-    return (path / "config.json").is_file()
 
 
 def _holds_weights(path: Path, *, depth: int = 4) -> bool:

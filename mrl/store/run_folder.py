@@ -12,15 +12,16 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, sync_file, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
-from conversion.files.limits import is_waiting, within
+from conversion.files.limits import LimitedThread, is_waiting, within
 from mrl import spans
 from mrl.config.load import resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -103,9 +104,8 @@ class RunFolder:
         self._advisor = Advisor(facts_of(asdict(config)))
         self._masked: dict[Status, str] = {}
         self._next_report = 0.0
-        self._loaded_tokenizer: PreTrainedTokenizerBase | None = None
         # Hundreds of megabytes of texts a step take seconds to compress.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._writer = LimitedThread("texts")
         self._texts: Future[None] | None = None
         self.next_metrics: dict[str, float] = {}
         """Metrics to add to the next line."""
@@ -149,9 +149,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # It does not wait: the thread may be stuck in a file system that does not answer, and `finish_texts` has a
-        # limit.
-        self._writer.shutdown(wait=False)
+        self._writer.end()
         if kind is not None and issubclass(kind, TimeoutError) and is_waiting():
             return
         self.finish_texts()
@@ -371,7 +369,7 @@ class RunFolder:
             path = self.path / SAMPLES
             within(WRITE_TIMEOUT_S, f"write of {path}", append_report_samples, path, step, split, groups)
         self.finish_texts()
-        self._texts = self._writer.submit(self._write_texts, step, split, groups, sequences, tokens or {})
+        self._texts = self._writer.begin(self._write_texts, step, split, groups, sequences, tokens or {})
         if split == "validation":
             shown = best_and_worst(groups, self.config.logger.num_val_samples_to_print)
             for line in sample_lines(shown, step):
@@ -395,7 +393,7 @@ class RunFolder:
     ) -> None:
         with self._may_fail("the files *_data_stepN.jsonl.gz"), spans.span("write texts", "writer of texts"):
             drop_old_step_data(self._attempts, step, self.config.logger)
-            rows = {name: token_rows(samples, self._tokenizer()) for name, samples in tokens.items() if samples}
+            rows = {name: token_rows(samples, self._tokenizer) for name, samples in tokens.items() if samples}
             write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger, rows)
 
     def finish_texts(self) -> None:
@@ -403,12 +401,11 @@ class RunFolder:
         texts, self._texts = self._texts, None
         if texts is not None:
             with self._may_fail("the files *_data_stepN.jsonl.gz"):
-                within(WRITE_TIMEOUT_S, f"write of a step's rollouts to {self.log_folder}", texts.result)
+                self._writer.take(texts, WRITE_TIMEOUT_S, f"write of a step's rollouts to {self.log_folder}")
 
+    @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        if self._loaded_tokenizer is None:
-            self._loaded_tokenizer = load_tokenizer(self.config.policy.tokenizer.name)
-        return self._loaded_tokenizer
+        return load_tokenizer(self.config.policy.tokenizer.name)
 
     def log_step(
         self,

@@ -38,8 +38,8 @@ def overrides(workplace: Path) -> dict[str, list[str]]:
 def test_all_keys_with_one_wrong_value_are_a_refusal(overrides: dict[str, list[str]], config: str, value: str):
     # Without the algorithm nothing else is read.
     words = [f"++{key}={value}" for key in KEYS if key != "algorithm"]
-    assert check.check_run(config, [*overrides[config], *words]) == 2
-    assert check.check_run(config, [*overrides[config], f"algorithm={value}"]) == 2
+    assert check.main([config, *overrides[config], *words]) == 2
+    assert check.main([config, *overrides[config], f"algorithm={value}"]) == 2
 
 
 def values_of(section: object, node: SchemaNode, prefix: str = "") -> dict[str, object]:
@@ -86,4 +86,4 @@ ODD = {
 @pytest.mark.parametrize("value", ODD)
 def test_odd_values_that_a_key_takes_end_in_a_report(overrides: dict[str, list[str]], value: str):
     for key in ODD[value]:
-        assert check.check_run("grpo_tiny.yaml", [f"++{key}={value}"]) in (0, 2)
+        assert check.main(["grpo_tiny.yaml", f"++{key}={value}"]) in (0, 2)

@@ -57,6 +57,7 @@ ALLOWED_BESIDE = {
     ("mrl.kernels", "mrl.gpus"),
     ("mrl.startup", "mrl.env"),
     ("mrl.numa", "mrl.env"),
+    ("mrl.signals", "conversion"),
 }
 
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}

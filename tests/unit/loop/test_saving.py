@@ -50,16 +50,6 @@ class Ranks:
     def call(self, verb: Callable, *arguments: Path, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *arguments) for rank in range(NUM_RANKS)}
 
-    def call_behind(
-        self,
-        verb: Callable,
-        *arguments: Path,
-        deadline_s: float,
-        is_awaited: threading.Event,
-        is_abandoned: threading.Event,
-    ) -> dict[int, object]:
-        return self.call(verb, *arguments, deadline_s=deadline_s)
-
     def call_each(self, verb: Callable, arguments: dict[int, tuple], *, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *mine) for rank, mine in arguments.items()}
 
