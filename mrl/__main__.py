@@ -15,6 +15,7 @@ from mrl import __version__, rooms
 COMMANDS = (
     "train",
     "check",
+    "keys",
     "plan",
     "prepare",
     "reward",

@@ -14,6 +14,7 @@ from typing import Any
 
 COMMANDS = {
     "doctor": "mrl.ops.doctor.command",
+    "keys": "mrl.ops.manual",
     "launch": "mrl.ops.launch",
     "plan": "mrl.ops.plan",
     "prepare": "mrl.ops.prepare",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.render_docs`: renders all tables of docs/ from docs/data/*.json, the measurements of test parts.
 
-The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from
-docs/reliability.json.
+The table of config keys comes from the schema, that of differences from NeMo RL from mrl/nemo/dialect; see
+`scripts.config_page`. The table of faults comes from docs/reliability.json.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mrl.exit_codes import CODES
-from scripts.config_page import config_tables, dialect_tables
+from scripts.config_page import config_tables, difference_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or
 # `<!-- data: PART worst N by COLUMN -->` for some rows.
 NAMED_BLOCK = re.compile(
-    r"(<!-- (reliability|config|dialect|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL
+    r"(<!-- (reliability|config|differences|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL
 )
 BOUNDS: dict[str, Callable[[float, float], bool]] = {"at least": operator.ge, "at most": operator.le}
 """Columns of targets; each holds for the column before it."""
@@ -32,7 +32,7 @@ def render_page(text: str, data_folder: Path) -> str:
     """The page with every table replaced by what `data_folder` holds now."""
     tables = {
         "config": config_tables,
-        "dialect": dialect_tables,
+        "differences": difference_table,
         "exit_codes": exit_codes,
         "reliability": faults_table,
     }
@@ -130,17 +130,13 @@ def _machine(data: dict) -> str:
 
 
 def faults_table() -> str:
-    """Each fault injected on purpose, by kind, with the test that shows what comes of it, and that test's long part."""
-    kinds: dict[str, list[tuple[str, str]]] = {}
+    """Each fault injected on purpose, by kind, and what comes of it; in brackets the long part, if its test has one."""
+    kinds: dict[str, list[str]] = {}
     for row in json.loads((DOCS / "reliability.json").read_text(encoding="utf-8")):
-        name = f"`{row['test'].partition('::')[2]}`" if row["test"] else "none yet"
         part = f" ({row['part']})" if "part" in row else ""
-        kinds.setdefault(row["fault"], []).append((f"{row['injection']}: {row['outcome']}", name + part))
-    lines = [["fault", "injection: outcome", "test (long part)"], ["---"] * 3]
-    for fault, rows in kinds.items():
-        outcomes, tests = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
-        lines.append([fault, ". ".join(outcomes), ", ".join(tests)])
-    return _table(lines)
+        kinds.setdefault(row["fault"], []).append(f"{row['injection']}: {row['outcome']}{part}")
+    rows = [[fault, "<br>".join(outcomes)] for fault, outcomes in kinds.items()]
+    return _table([["fault", "injection: outcome (long part)"], ["---"] * 2, *rows])
 
 
 def _table(lines: list[list[str]]) -> str:

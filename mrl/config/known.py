@@ -91,7 +91,7 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
         first, nearest = settings[keys[0]], nearest_key(start, algorithm)
-        hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
+        hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; mrl keys lists them"
         if start[0] == "env" and len(start) == 2 and not (nearest or "").startswith("env."):
             hint = "; mrl has no such environment: leave it out, or write it as a function (docs/extend/environment.md)"
         if len(keys) == 1:

@@ -33,7 +33,9 @@ class Gpu:
         return self.memory_gib * GIB
 
 
-# Peaks are those of NVIDIA's data sheets without sparsity; a GeForce halves the rate of products that add in float32.
+# Peaks are those of NVIDIA's data sheets without sparsity. Those of a GeForce stand in NVIDIA's whitepapers
+# "Ada GPU Architecture" (RTX 4090) and "RTX Blackwell GPU Architecture" (RTX 5090): products that add in float32. Its
+# links are assumed: half of PCIe x16, as copies go by way of the host, and a network card of 25 Gbit/s.
 GPUS = {
     gpu.name: gpu
     for gpu in (

@@ -17,6 +17,7 @@ import pytest
 from mrl.check import examine
 from mrl.config.load import read_run
 from mrl.exit_codes import CODES, FAILED
+from mrl.ops.manual import all_manuals
 from mrl.signals import ENDED_EARLY
 from scripts.render_docs import DOCS, parts_of, render_page, render_part, targets
 from tests.long.evidence import estimate, last_seconds, left, words_of
@@ -49,16 +50,16 @@ def test_the_start_page_lists_every_page():
     assert {page for page in pages if f"]({page})" not in start} == set()
 
 
-def test_an_exit_code_of_a_page_is_one_of_the_table():
+def test_an_exit_code_of_a_page_or_a_key_is_one_of_the_table():
+    texts = [(page.name, page.read_text()) for page in (ROOT / "README.md", *PAGES)]
+    texts += [("keys", each.meaning) for each in all_manuals()]
     said = [
-        (page.name, int(code))
-        for page in (ROOT / "README.md", *PAGES)
-        for code in re.findall(
-            r"\b(?:codes?:?|ends? (?:the run )?with|exit code is) (\d+)\b", page.read_text(), re.IGNORECASE
-        )
+        (name, int(code))
+        for name, text in texts
+        for code in re.findall(r"\b(?:codes?:?|ends? (?:the run )?with|exit code is) (\d+)\b", text, re.IGNORECASE)
     ]
     assert len(said) > 15 and [(name, code) for name, code in said if code not in CODES] == []
-    assert {code for name, code in said if name in ("config.md", "environments.md")} == {FAILED, ENDED_EARLY}
+    assert {code for name, code in said if name in ("keys", "environments.md")} == {FAILED, ENDED_EARLY}
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -83,7 +84,7 @@ def test_paths_of_pages_are_there_when_they_are_typed():
 
 
 def test_every_paper_that_the_code_cites_is_listed_with_its_file():
-    rows = (DOCS / "papers.md").read_text().splitlines()
+    rows = (DOCS / "reference.md").read_text().splitlines()
     named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
     assert len(named) > 20 and [name for name in named if not (ROOT / name).exists()] == []
     for path in (path for folder in ("mrl", "conversion") for path in sorted((ROOT / folder).rglob("*.py"))):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's dialect: keys that have another name, another place or no meaning here, and the report of them.
 
-Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/dialect.md shows the
-tables.
+Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. `python -m mrl.keys`
+shows them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from mrl.config.schema.keys import KEYS, fields_of, section_of
 from mrl.config.schema.run import RunConfig
-from scripts.config_page import manuals, unread_keys
+from mrl.ops.manual import manuals
+from scripts.config_page import unread_keys
 from scripts.config_readers import key_readers
 
 
