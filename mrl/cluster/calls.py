@@ -176,13 +176,13 @@ def wait_all(
     *,
     deadline_s: float,
     what: str,
-    lost: list[ActorLost] | None = None,
+    ignores_deaths: bool = False,
     on_failure: Callable[[], None] | None = None,
 ) -> dict[Key, T]:
     """Waits for all calls; answers by key.
 
-    With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is
-    called before an error's cause is looked for.
+    With `ignores_deaths`, an actor that died gives no answer. `on_failure` is called before an error's cause is looked
+    for.
 
     Raises:
         ActorLost, DeadlineExceeded: as soon as it happens.
@@ -206,8 +206,7 @@ def wait_all(
                 try:
                     answers[key] = fetch(reference, actor=key, what=what)
                 except (RuntimeError, ValueError) as error:
-                    if lost is not None and isinstance(error, ActorLost):
-                        lost.append(error)
+                    if ignores_deaths and isinstance(error, ActorLost):
                         continue
                     if on_failure is not None:
                         on_failure()

@@ -258,7 +258,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
         """Brings all engines, which are held, into `phase` at once. Leaves one that died to its watch, and a refit."""
         pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
-        wait_all(pending, deadline_s=deadline_s, what="enter", lost=[])
+        wait_all(pending, deadline_s=deadline_s, what="enter", ignores_deaths=True)
 
     def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
         num_gateways, slots = scheduling.num_gateways(self.config), self.placement.engines[index]
