@@ -40,8 +40,7 @@ from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
-from mrl.rollout.callers import Answered, Client, EngineThread, Params, Prompt, RemoteCallers, Sent
-from mrl.rollout.engine_lines import EngineLost
+from mrl.rollout.callers import Answered, Client, EngineLost, EngineThread, Params, Prompt, RemoteCallers, Sent
 from mrl.types import PayloadRef, Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class EngineLost(Exception):
+    """An engine has died; it may not have answered."""
+
+
 @dataclass(frozen=True)
 class Answered:
     """The answer of vLLM to a question."""

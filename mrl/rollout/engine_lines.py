@@ -12,17 +12,13 @@ from typing import Protocol
 from starlette.exceptions import HTTPException
 
 from mrl.rollout.agent_session import AgentSession
-from mrl.rollout.callers import Answered, Ask, Params, Prompt
+from mrl.rollout.callers import Answered, Ask, EngineLost, Params, Prompt
 
 logger = logging.getLogger(__name__)
 
 # After no engine has answered; an engine that dies is started again within minutes.
 RETRY_S = 0.5
 WARN_S = 60.0
-
-
-class EngineLost(Exception):
-    """An engine has died; it may not have answered."""
 
 
 class Line(Protocol):
