@@ -158,7 +158,7 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
         rule, way_out = "no tokenizer in this folder", "put it there, or give the folder of the model's"
         look.problems.append(Problem("tokenizer/files", key, name, rule, way_out, "to be provided"))
         return None
-    from mrl.data.chat import load_tokenizer, use_chat_template
+    from mrl.data.chat import load_tokenizer, served_template, use_chat_template
     from mrl.data.prompts import sampling_params
     from mrl.data.trial import try_template
 
@@ -168,6 +168,8 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
         try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
         if config.has_engines:
             sampling_params(config.policy, tokenizer)
+            served = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template
+            served_template(served, config.policy.tokenizer)
     except ImportError as error:
         rule, way_out = "its chat template", f"this machine lacks a library: {error}"
         look.problems.append(Problem("tokenizer/template", key, name, rule, way_out, "not checked"))

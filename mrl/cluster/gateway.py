@@ -348,6 +348,7 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
             place += len(infos)
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
             self._traces.log(request_id, verdict, self.log_file(index), way_out="")
+            self._traces.log_reason(request_id, verdict)
         return ended
 
     def waits(self) -> list[str]:

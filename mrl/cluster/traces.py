@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from mrl.config.texts import rollout_name, safe_text
@@ -20,7 +21,7 @@ class Traces:
 
     def __init__(self, what: str) -> None:
         """`what` ends the first line: `is not scored, as its reward function raised`."""
-        self._what, self._kinds, self._statuses = what, set[str](), set[str]()
+        self._what, self._kinds, self._reasons = what, set[str](), set[str]()
 
     def log(self, request_id: str, verdict: Verdict, log_file: Path, *, way_out: str) -> None:
         """Logs the traceback, and names the file that has those of all rollouts."""
@@ -32,8 +33,10 @@ class Traces:
 
     def log_reason(self, request_id: str, verdict: Verdict) -> None:
         """Logs a verdict that failed without a traceback: a timeout, a crash, a value that is no reward."""
-        if verdict.has_reward or verdict.trace or verdict.status in self._statuses:
+        kind = re.sub(r"\d+", "", verdict.reason) or verdict.status
+        if verdict.has_reward or verdict.trace or kind in self._reasons or len(self._reasons) >= MAX_KINDS:
             return
-        self._statuses.add(verdict.status)
-        text = "%s is not scored: %s. Further ones are masked without a word, and counted in the step"
-        logger.warning(text, rollout_name(request_id), safe_text(verdict.reason, MAX_REASON))
+        self._reasons.add(kind)
+        text = "%s %s: %s. Further ones are masked without a word, and counted in the step"
+        what = self._what.partition(",")[0]
+        logger.warning(text, rollout_name(request_id), what, safe_text(verdict.reason, MAX_REASON))

@@ -315,7 +315,8 @@ def bind(found: Callable[..., object], kind: Kind) -> Hook:
             way_out = ", which may use asyncio.run, or an agent (env.own.agents)" if kind is REWARD else ""
             raise ValueError(f"is an async function; write {_wanted(found, kind)}{way_out}")
     elif kind.is_async:
-        raise ValueError(f"is no async function; write {_wanted(found, kind)}")
+        blocks = "which awaits asyncio.to_thread(...) for what blocks"
+        raise ValueError(f"is no async function; write {_wanted(found, kind)}, {blocks}")
     signature = _signature(found)
     fixed = found.keywords if isinstance(found, functools.partial) else {}
     taken = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from conversion.files.reading import check_plain_folder, read_file, read_json
+from mrl.config.parsers import CHAT
 from mrl.config.rules.data import key_of
 from mrl.config.rules.tokens import beyond_vocabulary
 from mrl.data.dates import dated, writes_date
@@ -138,11 +139,11 @@ def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Liter
     return asked
 
 
-def template_text(chosen: str | None) -> str:
-    """The template that policy.tokenizer.chat_template names, unless that is the tokenizer's own."""
+def template_text(chosen: str | None, *, setting: str = "policy.tokenizer.chat_template") -> str:
+    """The template that the value `chosen` of a key names, unless that is the tokenizer's own."""
     if chosen is None:
         return JOINED
-    return read_text(chosen, setting="policy.tokenizer.chat_template") if chosen.endswith(".jinja") else chosen
+    return read_text(chosen, setting=setting) if chosen.endswith(".jinja") else chosen
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
@@ -172,7 +173,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
 
 def served_template(chosen: str | None, config: TokenizerConfig) -> str | None:
     """The chat template for HTTP conversations that `chosen` names; None: the tokenizer's own, which writes no date."""
-    template = None if chosen == OWN_TEMPLATE else template_text(chosen)
+    template = None if chosen == OWN_TEMPLATE else template_text(chosen, setting=f"{CHAT}.chat_template")
     if not writes_date(config, template):
         return template
     if template is None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 NUM_EQUAL_STEPS = 3
 MAX_REASON = 300
+MAX_REASONS = 3
+"""Reasons that are said of all masked rollouts, and of each kind."""
 
 
 class NoSignal(ValueError):
@@ -80,19 +82,24 @@ class MaskTally:
         return self
 
     def text(self) -> str:
-        """Share and commonest reason; empty if every rollout has a reward."""
+        """Share and commonest reasons; empty if every rollout has a reward."""
         without = Counter({key: count for key, count in self.kinds.items() if key[0] != "flagged"})
         if not (num_masked := without.total()):
             return ""
-        (status, kind), count = without.most_common(1)[0]
         share = f"{num_masked:,} of {self.num_rollouts:,} rollouts ({num_masked / self.num_rollouts:.1%})"
-        reason = (self.reasons[kind] or status)[:MAX_REASON]
-        return f"{share} are masked, and not trained on; {count:,} because of: {reason}"
+        because = [
+            f"{count:,} because of: {(self.reasons[kind] or status)[:MAX_REASON]}"
+            for (status, kind), count in without.most_common(MAX_REASONS)
+        ]
+        return f"{share} are masked, and not trained on; {'; '.join(because)}"
 
     def by_kind(self) -> dict[Status, str]:
-        """The commonest reason of each kind, if it has one."""
-        found = reversed(self.kinds.most_common())
-        return {status: reason[:MAX_REASON] for (status, kind), _ in found if (reason := self.reasons[kind])}
+        """The commonest reasons of each kind, if it has some."""
+        found = dict[Status, list[str]]()
+        for (status, kind), _ in self.kinds.most_common():
+            if reason := self.reasons[kind]:
+                found.setdefault(status, []).append(reason[:MAX_REASON])
+        return {status: "; ".join(reasons[:MAX_REASONS]) for status, reasons in found.items()}
 
 
 def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
@@ -120,7 +121,9 @@ class RemoteAgent:
             ):
                 content = await read_answer(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise AgentUnreached(f"{self.url}: {error}") from error
+            number = getattr(error, "errno", None) or 0  # none of a wait that ends, and below 0 of a name's look-up
+            said = f"Cannot connect: {os.strerror(number)}" if number > 0 else str(error)
+            raise AgentUnreached(f"{self.url}: {said}") from error
         except aiohttp.ClientError as error:
             raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
         except ValueError as error:

@@ -47,6 +47,8 @@ class Advice:
     causes: str
     turn: str
     is_below: bool = False
+    names: Callable[[Row], Sequence[str]] = lambda row: ()
+    """Names of what the number is of, in the last row."""
 
     def value_if_held(self, rows: Sequence[Row], facts: Facts) -> float | None:
         """The measured number if the rule holds; None if it does not, or the rows lack the metric."""
@@ -192,12 +194,21 @@ def _while_reward_rises(measure: Measure) -> Measure:
     return guarded
 
 
-def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
-    row = rows[-1] if rows else {}
+def _masked_shares(row: Row) -> dict[str, float]:
     counts = {
         name.removesuffix("/num_rollouts"): count for name, count in row.items() if name.endswith("/num_rollouts")
     }
-    return max(((row.get(f"{env}/failed") or 0.0) / count for env, count in counts.items() if count), default=None)
+    return {env: (row.get(f"{env}/failed") or 0.0) / count for env, count in counts.items() if count}
+
+
+def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
+    return max(_masked_shares(rows[-1] if rows else {}).values(), default=None)
+
+
+def _mostly_masked(row: Row) -> list[str]:
+    shares = _masked_shares(row)
+    worst = [env for env, share in shares.items() if share == max(shares.values())]
+    return [env.removeprefix("rollout/") for env in worst if env != "rollout"]  # which all are
 
 
 def _altered(kind: str) -> Measure:
@@ -259,9 +270,10 @@ RULES = (
          "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled=true"),
     Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
          "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering=true"),
-    Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
-         "its reward function fails or times out",
-         "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway*.log"),
+    Advice("masked", "look", "masked share of the worst environment,", _worst_masked, 0.1,
+         "its reward function or agent fails or times out",
+         "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway*.log",
+         names=_mostly_masked),
     Advice("dropped", "look", "requests of an agent with parts that the chat template does not write, a rollout,",
            _altered("dropped"), 0.0, "the model's template has no tools, or not the role",
          "rollout/*/dropped_* says which; a message that says it; "
@@ -306,7 +318,8 @@ def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
     for rule in RULES:
         value = rule.value_if_held(trained, facts)
         if value is not None:
-            seen = f"{rule.what} = {number(value)} ({'below' if rule.is_below else 'above'} {number(rule.limit)})"
+            what = " ".join(filter(None, [rule.what, ", ".join(rule.names(trained[-1]))]))
+            seen = f"{what} = {number(value)} ({'below' if rule.is_below else 'above'} {number(rule.limit)})"
             turn = "; ".join(part for part in rule.turn.split("; ") if not facts.get(part))
             found.append(Advisory(rule.key, rule.level, int(trained[-1]["step"] or 0), seen, rule.causes, turn))
     return found

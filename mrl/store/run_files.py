@@ -23,7 +23,7 @@ REFIT = "refit.json"
 ENDED = "ended.json"
 """In an attempt's folder: its exit code, and how it ended."""
 MASKED = "masked.json"
-"""In an attempt's folder: the commonest reason of each kind of its masked rollouts."""
+"""In an attempt's folder: the commonest reasons of each kind of its masked rollouts."""
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 MAX_STEPS = 2**53

@@ -191,7 +191,7 @@ class RunFolder:
             logger.warning("%s", error)
 
     def note_masked(self, reasons: Mapping[Status, str]) -> None:
-        """Writes the reason of each kind of this attempt's masked rollouts, without secrets, if there are new ones."""
+        """Writes the reasons of each kind of this attempt's masked rollouts, without secrets, if there are new ones."""
         if reasons != self._masked:
             self._masked = dict(reasons)
             with self._may_fail(MASKED):

@@ -110,6 +110,16 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "of one token both distributions are 1, so that the loss is 0 and nothing is learned; "
         "raise it, 64 is usual, or set loss_fn.zero_outside_topk=true",
     ),
+    "checkpointing.save_period": (
+        lambda config: (
+            config.checkpointing.enabled
+            and (config.checkpointing.metric_name or "").startswith("val:")
+            and config.training.val_period > 0
+            and config.checkpointing.save_period % config.training.val_period != 0
+        ),
+        "checkpoints of steps without a validation have no checkpointing.metric_name, and rank last; make it a "
+        "multiple of val_period",
+    ),
     "checkpointing.keep_unfinished_s": (
         lambda config: (
             config.has_engines

@@ -60,7 +60,7 @@ def test_masked_rollouts_are_said_with_their_share(caplog: pytest.LogCaptureFixt
         told = replace(HALF[0].verdicts[0], reason=reason, status="error" if index else "timeout")
         tally.count([replace(HALF[0], verdicts=(told,))])
     tally.count([replace(HALF[0], verdicts=(told,))])
-    assert tally.by_kind() == {"error": "ValueError: b", "timeout": "ValueError: b"}
+    assert tally.by_kind() == {"error": "ValueError: b; ValueError: a", "timeout": "ValueError: b"}
     watch = SignalWatch(None)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 1 + NUM_EQUAL_STEPS):

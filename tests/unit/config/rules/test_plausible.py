@@ -20,6 +20,7 @@ DOUBTFUL = [
     ("policy.generation.top_k=1", "teach nothing"),
     ("policy.generation.vllm_kwargs.moe_backend=flashinfer_cutlass", "without effect: engines take triton"),
     ("policy.generation.max_new_tokens=2", "few answers are so short"),
+    ("checkpointing.save_period=10", "checkpoints of steps without a validation have no"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
     ("policy.generation.colocated.resources.gpus_per_node=2", "it has no effect: engines share the policy's GPUs"),
     ("policy.generation.colocated.resources.num_nodes=1", "it has no effect: engines share the policy's GPUs"),

@@ -82,7 +82,7 @@ def test_a_run_that_learns_nothing_or_masks_rollouts_is_not_well(tmp_path: Path)
         (attempt / "masked.json").write_text(json.dumps({"error": reason}))
     data = run_data(folder)
     assert "('masked: error', 'ValueError: no sum, at own.py:3')" in str(data["progress"])
-    assert "Masked share of the worst environment" in str(data["health"])
+    assert "Masked share of the worst environment, own = 0.5" in str(data["health"])
     assert "('masked', '32 of 128 rollouts (25.0%): timeout 2, error 30')" in str(data["progress"])
 
 
