@@ -9,12 +9,13 @@ import importlib.metadata
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from mrl import rooms
-from mrl.config.errors import Problems, is_required
+from mrl.config.errors import COMMAND_LINE, Problems, is_required
 from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset, names_of
 from mrl.config.schema.env import (
@@ -201,7 +202,7 @@ def check_data(config: RunConfig, problems: Problems) -> None:
     data = config.data
     for key, dataset in (data.train_sets | data.validation_sets).items():
         kinds = ("pairs",) if config.learns_pairs else ("answers", *([] if config.has_engines else ["conversations"]))
-        _check_dataset(key, dataset, data.default, names_of(*kinds), problems)
+        _check_dataset(key, dataset, data.default, names_of(*kinds), problems, config.facts.origins)
         names = (*environment_names(config.env), NEMO_GYM)
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
             problems.add(f"{key}.env_name", "no such environment", _one_of(dataset.env_name, names))
@@ -268,7 +269,12 @@ OF_CHOICES = (
 
 
 def _check_dataset(
-    key: str, dataset: DatasetConfig, default: DataDefaultConfig, known: str, problems: Problems
+    key: str,
+    dataset: DatasetConfig,
+    default: DataDefaultConfig,
+    known: str,
+    problems: Problems,
+    origins: Mapping[str, str],
 ) -> None:
     name, path = dataset.dataset_name, dataset.data_path
     if name is not None and name not in DATASETS:
@@ -281,7 +287,10 @@ def _check_dataset(
             else f"use one of {known}, or leave it out and give data_path",
         )
     elif path is None and known_dataset(name).hub_id is None:
-        problems.extend([is_required(f"{key}.data_path")])
+        problem = is_required(f"{key}.data_path")
+        # A file that writes null leaves the path to its launcher, as it does the model.
+        is_left = not origins.get(problem.key, COMMAND_LINE).startswith(COMMAND_LINE)
+        problems.extend([replace(problem, kind="to be provided") if is_left else problem])
     elif path is not None and not (path.startswith(FROM_VERIFIERS) or os.path.exists(path) or is_hub_id(path)):
         way_out = (
             "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "

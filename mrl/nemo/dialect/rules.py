@@ -295,7 +295,7 @@ def _lora(found: Translation) -> None:
     start = found.given(f"{LORA}.lora_A_init")
     if start is not None:
         value = found.value_of(f"{LORA}.lora_A_init")
-        if value in LORA_INITS:
+        if str(value) in LORA_INITS:
             found.put(f"{LORA}.lora_A_init", start, f"{MEGATRON}.peft.lora_A_init_method", LORA_INITS[str(value)])
         else:
             found.refuse(
@@ -428,7 +428,7 @@ def _single_controller(found: Translation) -> None:
         return
     chosen = found.given(f"{SAMPLER}.name")
     name = "in_order" if chosen is None else found.value_of(f"{SAMPLER}.name")
-    if chosen is not None and name not in SAMPLERS:
+    if chosen is not None and str(name) not in SAMPLERS:
         found.refuse(f"{SAMPLER}.name", chosen, "no such sampler", f"use one of {', '.join(SAMPLERS)}")
         return
     key = f"{SAMPLER}.{SAMPLERS[str(name)]}"

@@ -7,6 +7,7 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
+from mrl.config.rules.checks import find_problems
 from tests.unit.config.problems import texts_of
 
 
@@ -52,6 +53,18 @@ def test_named_data_sets_need_no_path_and_bring_their_validation(workplace: Path
         for problem in texts_of(config)
         if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")
     ]
+
+
+def test_a_path_that_a_file_leaves_to_its_launcher_is_to_be_provided(tmp_path: Path):
+    def kinds(data: str, *overrides: str) -> dict[str, str]:
+        path = write(tmp_path, f"policy: {{model_name: m}}\ndata: {{train: {{{data}}}, validation: null}}\n")
+        problems = find_problems(load_config(path, overrides))
+        return {problem.key: problem.kind for problem in problems if problem.key.endswith("data_path")}
+
+    assert kinds("data_path: null") == {"data.train.data_path": "to be provided"}
+    assert kinds("env_name: math") == {"data.train.data_path": "refused"}
+    assert kinds("env_name: math", "data.train.data_path=null") == {"data.train.data_path": "refused"}
+    assert kinds("data_path: null, dataset_name: OpenMathInstruct-2") == {}
 
 
 def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):

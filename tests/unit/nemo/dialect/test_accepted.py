@@ -102,6 +102,7 @@ WITHOUT_EFFECT = [
     "grpo.async_grpo.nemo_gym_stream_retries=0",
     "policy.optimizer.kwargs.foreach=false",
     "policy.optimizer.kwargs.fused=true",
+    "policy.dequantize_base_checkpoint=true",
 ]
 # NeMo RL does something else with each: see the reasons in tables.yaml and rules.py.
 DIFFERENT = [

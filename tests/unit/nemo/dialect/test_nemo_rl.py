@@ -156,6 +156,18 @@ def damaged_override(rng: random.Random) -> str:
     return rng.choice(["", "+", "++", "~"]) + key + rng.choice(["", "x", ".", ".y"]) + "=" + rng.choice(VALUES)
 
 
+@pytest.mark.parametrize("backend", ["dtensor_cfg", "megatron_cfg"])
+@pytest.mark.parametrize("value", ["[]", "{}", "[1, 2]", "{a: 1}", "null", "''", "-1", "1.5", "true", "x"])
+def test_a_value_of_any_form_is_answered_with_messages(workplace: Path, value: str, backend: str):
+    """For every key that the schema lacks, all at once."""
+    keys = sorted(DIALECT_KEYS - {f"policy.{backend}.enabled"})
+    leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in (*keys, *KEYS))]
+    assert len(leaves) > 200
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo_tiny.yaml", [f"++{key}={value}" for key in leaves] + [f"++policy.{backend}.enabled=true"])
+    assert all(problem.key in str(problem) for problem in caught.value.problems)
+
+
 UNUSED = {
     *(
         f"grpo.reward_shaping.{name}"
