@@ -103,6 +103,12 @@ WITHOUT_EFFECT = [
     "policy.optimizer.kwargs.foreach=false",
     "policy.optimizer.kwargs.fused=true",
     "policy.dequantize_base_checkpoint=true",
+    "policy.generation._pad_token_id=3",
+    "policy.generation.model_name=null",
+    "data.default.data_path=null",
+    "data.train.num_frames=0",
+    "data_plane.ack_timeout_ms=5",
+    "env.math.stop_strings=null",
 ]
 # NeMo RL does something else with each: see the reasons in tables.yaml and rules.py.
 DIFFERENT = [
@@ -153,6 +159,10 @@ def test_what_nemo_rl_does_otherwise_is_reported_apart(load: Callable[..., tuple
         "env.nemo_gym.pad_dynamic_image_shapes=true",
         "policy.sequence_packing.algorithm=ffd",
         "grpo.val_period=-2",
+        "policy.generation.model_name=other",
+        "data.default.data_path=rows.jsonl",
+        "env.math.stop_strings=[a]",
+        "async_rl.sampler.target=mine.Sampler",
     ],
 )
 def test_values_that_mean_something_else_are_refused(load: Callable[..., tuple[RunConfig, Migration]], override: str):
