@@ -169,12 +169,18 @@ class Policy:
 
         PPO's critic, whose advantages replace yours, and teachers take part too.
         """
+        from mrl.cluster.tasks import in_worker
+
         check_sequences(sequences)
         step = self._loop.step_under_way()
         with self._loop.alone("policy.train"):
-            return await self._loop.run.session.on_ranks(
-                lambda: self._update(self._loop.supplier.pack(sequences, step), step)
-            )
+            session, supplier = self._loop.run.session, self._loop.supplier
+            supplier.check_groups(sequences, step)
+            if supplier.config.teachers:  # packing asks them
+                return await session.on_ranks(lambda: self._update(supplier.pack(sequences, step), step))
+            # What it refuses leaves the engines as they are.
+            batches = await in_worker(supplier.pack, sequences, step)
+            return await session.on_ranks(self._update, batches, step)
 
     async def update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Computes values and logprobs for the losses, then makes an optimizer step on each batch; returns metrics."""
@@ -195,10 +201,14 @@ class Policy:
 
     async def save(self) -> Path:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""
+        from mrl.cluster.tasks import in_worker
+
         self._loop.check_refitted("policy.save")
         run, state = self._loop.run, self._loop.state
         with self._loop.alone("policy.save"):
-            await run.save(run.saver.save, state)
+            await in_worker(run.saver.finish)
+            if run.saver.lacks(state):
+                await run.save(run.saver.save, state)
         return run.folder.path / f"step_{state.step}"
 
 
@@ -280,6 +290,16 @@ class Refit:
         return step.metrics
 
 
+def ending(run: Run[Supplier], state: RunState) -> tuple[int, str]:
+    """Exit code and last line of a block without an error, which `break` may leave before the last step."""
+    if not run.is_over and not run.budget.is_over:
+        step = f"step {state.step} of {run.last_step}"
+        return ENDED_EARLY, f"The loop was left after {step}; the same command goes on from its newest checkpoint"
+    if run.is_done(state):
+        return DONE, "The run is complete"
+    return ENDED_EARLY, "Ended before the last step; the same command goes on"
+
+
 @asynccontextmanager
 async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncIterator[Loop]:
     """Starts processes of a config with rollouts; goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
@@ -288,6 +308,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     time limit saves the last finished step, ends the block, and exits with code 75: the same command goes on.
     ValueError: the input is at fault.
     """
+    from mrl.config.files import find_config
     from mrl.config.load import load_run
     from mrl.config.secrets import redact_text, start_logging
     from mrl.loop import rollouts
@@ -297,6 +318,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     if isinstance(overrides, str):
         raise ValueError(f"overrides is a text; write a list: [{overrides!r}]")
     startup.lap("import")
+    logger.info("Config: %s", find_config(config))
     started = time.monotonic() - env.job_age_s()
     secrets = None if logging.getLogger().handlers else start_logging("text")
     loaded, migration = load_run(config, overrides, secrets=secrets)
@@ -306,7 +328,8 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
             f"alone; run `python -m mrl.train {config}`, or choose algorithm grpo, ppo or distillation"
         )
     migration.log()
-    if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
+    listens = threading.current_thread() is threading.main_thread() and not LISTENER.is_listening
+    if listens:
         LISTENER.listen()
     training = rollouts.prepare(loaded)
     folder, code, said = open_folder(training), FAILED, ""
@@ -316,17 +339,18 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
             checkpoint, _ = find_start(training, folder)
             async with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
-        is_done = run.is_done(state)
-        code = DONE if is_done else ENDED_EARLY
-        said = "The run is complete" if is_done else "Ended before the last step; the same command goes on"
+        (code, said), must_exit = ending(run, state), run.budget.is_over
     except BaseException as error:
         said = f"The loop ended: {type(error).__name__}: {error}"
         raise
     finally:
         folder.note_end(code, redact_text(said, loaded.facts.secrets))
         LISTENER.let_go()
-    if is_done:
+        if listens:
+            LISTENER.stop()
+    if code == DONE:
         logger.info("Step %d of %d is done; report: %s", state.step, training.num_steps, folder.path / "report.html")
     else:
         logger.info("%s", said)
-        raise SystemExit(ENDED_EARLY)
+        if must_exit:
+            raise SystemExit(code)

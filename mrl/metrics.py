@@ -21,9 +21,8 @@ class Metric(NamedTuple):
     """NeMo RL's name, under which loggers get it."""
 
 
-ACCURACY, KL, PHASES, HIDDEN = (
+ACCURACY, PHASES, HIDDEN = (
     "Held-out accuracy, or mean reward",
-    "KL",
     "Seconds by phase",
     "Seconds hidden behind other phases",
 )
@@ -54,8 +53,8 @@ METRICS: dict[str, Metric] = {
     "train/entropy": Metric(chart="Entropy"),
     "train/approx_entropy": Metric(chart="Entropy"),
     "train/loss": Metric("Train", "loss={:.3f}", "Loss"),
-    "train/kl_penalty": Metric("Train", "kl={:.3f}", KL),
-    "train/gen_kl_error": Metric(chart=KL),
+    "train/kl_penalty": Metric("Train", "kl={:.3f}", "KL to the reference"),
+    "train/gen_kl_error": Metric(chart="Engine against trainer, KL"),
     "train/clip_fraction": Metric(chart="Clipped tokens, share"),
     "train/kl_forward": Metric("Train", "kl_forward={:.4f}", "Student against teachers"),
     "train/kl_reverse": Metric("Train", "kl_reverse={:.4f}", "Student against teachers"),
@@ -140,6 +139,19 @@ def shown_on(line: str, metrics: Mapping[str, float]) -> str:
     return ", ".join(
         shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics
     )
+
+
+_COMPONENT = re.compile(r"rollout/[^/]+/reward_(?!std$)(.+)")
+NUM_COMPONENTS = 4
+"""Components of rewards that a console line has room for."""
+
+
+def shown_components(metrics: Mapping[str, float]) -> str:
+    """The mean of each component of the rewards, as in ` (near 0.33, length -0.01)`; "" if none, or too many."""
+    found = {match[1]: value for name, value in metrics.items() if (match := _COMPONENT.fullmatch(name))}
+    if not 0 < len(found) <= NUM_COMPONENTS:
+        return ""
+    return f" ({', '.join(f'{name} {value:.2f}' for name, value in found.items())})"
 
 
 def over_judged(text: str, num_judged: float, num_rollouts: float) -> str:

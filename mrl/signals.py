@@ -59,6 +59,9 @@ class Listener:
         # A handler may come while the main thread holds it.
         self._lock = threading.RLock()
         self._taken: tuple[float, int] = (0.0, 0)
+        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._mask: set[int] = set()
+        self._has_thread = False
 
     def listen(self) -> None:
         """Takes signals from now on, in a thread. Call it in the main thread, best before any other starts.
@@ -66,14 +69,28 @@ class Listener:
         Ctrl-C or a hang-up that is ignored stays so.
         """
         ignored = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN}
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS))
         awaited = set(STOP_SIGNALS) - ignored
         self.is_listening = True
         for number in awaited:
             # Threads of libraries that were there before do not block it. What the kernel gives to one of them comes
             # here.
             signal.signal(number, lambda found, _: self.take(signal.Signals(found), 0))
-        threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
+
+    def stop(self) -> None:
+        """Gives signals back to whoever had them before `listen`: a notebook goes on after its run. In the main thread.
+
+        The thread of `listen` stays; the kernel prefers the main thread, which blocks them no more.
+        """
+        self.is_listening = False
+        for number, handler in self._handlers.items():
+            if handler is not None:  # one that Python has not set
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def hold(self, ending: str) -> None:
         """Leaves the next signal to the run, which sees it in `first`; `ending` describes its reaction."""

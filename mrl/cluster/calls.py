@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, cast
 
@@ -267,7 +267,7 @@ async def answered(reference: ray.ObjectRef[T], *, actor: object, what: str) -> 
             answer.set_exception(error)
 
     def tell(found: Future[T]) -> None:
-        if not loop.is_closed():  # what Ray still has to say after the run
+        with suppress(RuntimeError):  # the loop is closed: what Ray still has to say after the run
             loop.call_soon_threadsafe(take, found)
 
     reference.future().add_done_callback(tell)

@@ -204,7 +204,8 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
     except (OSError, ValueError):
         return [f"{file} cannot be read, so nothing is compared"]
     new, absent, lines = flatten(_plain(config), (), ""), Setting("(no such key)", ""), []
-    for key in (key for key in old | new if old.get(key) != new.get(key)):
+    # The critic's keys follow the policy's, also where there is no critic.
+    for key in (key for key in old | new if old.get(key) != new.get(key) and (key[0] != "value" or config.has_critic)):
         origin = config.facts.origins.get(".".join(key))
         lines.append(
             f"{describe(key, old.get(key, absent))} -> {shorten(new.get(key, absent).value)}"

@@ -121,6 +121,15 @@ class RolloutSupplier:
         names = {group.prompt.env_name for group in groups}
         return {name for name in names if self.config.compares_rollouts and is_agent(name, self.config.env)}
 
+    def check_groups(self, sequences: Sequence[TrainSequence], step: Step) -> None:
+        """Raises ValueError for a sequence of none of the step's groups, if there are teachers."""
+        known = {rollout.key for group in step.groups for rollout in group.rollouts}
+        missing = [sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in known]
+        if self.config.teachers and missing:
+            raise ValueError(
+                f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known"
+            )
+
     def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:
         """Packs the sequences of a step, with teacher outputs, into batches. Stopped: too many steps have no signal."""
         config = self.config
@@ -131,12 +140,6 @@ class RolloutSupplier:
                 raise Stopped from NoSignal(problem)
         if config.teachers:
             prompts = {rollout.key: group.prompt for group in step.groups for rollout in group.rollouts}
-            if missing := [
-                sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in prompts
-            ]:
-                raise ValueError(
-                    f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known"
-                )
             with step.clock.phase("teacher"):
                 sequences = self.session.with_teacher_outputs(
                     sequences, [prompts[sequence.rollout.key] for sequence in sequences]

@@ -176,7 +176,10 @@ class Run(Generic[S_co]):
         except (Stopped, BaseExceptionGroup) as error:
             if (end := stop_of(error)) is None:
                 raise
-            await self.save(self.saver.save_last, state)
+            self.is_over = True
+            await in_worker(self.saver.finish)
+            if self.config.checkpointing.enabled and self.saver.lacks(state):  # engines are not moved for nothing
+                await self.save(self.saver.save_last, state)
             if end.__cause__ is not None:
                 raise end.__cause__ from None
 

@@ -207,6 +207,10 @@ class CheckpointSaver:
         self._is_abandoned.set()
         wait([self._thread.begin(int)], ABANDON_S)
 
+    def lacks(self, state: RunState) -> bool:
+        """True if a state is not saved, and no save of it is under way; `finish` comes first."""
+        return state.step > self._saved_step
+
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
         self.finish()
@@ -216,7 +220,7 @@ class CheckpointSaver:
     def save(self, state: RunState) -> None:
         """Saves a state, unless it has been saved, and waits for it."""
         self.finish()
-        if state.step > self._saved_step:
+        if self.lacks(state):
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from conversion.progress import Progress
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import STORY
-from mrl.metrics import NUM_JUDGED, over_judged, shown_on
+from mrl.metrics import NUM_JUDGED, over_judged, shown_components, shown_on
 
 logger = logging.getLogger(__name__)
 story = logging.getLogger(STORY)
@@ -53,21 +53,25 @@ def step_header(step: int, max_num_steps: int) -> str:
     return "=" * num_left + title + "=" * (HEADER_WIDTH - num_left - len(title))
 
 
-def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generations: int) -> list[str]:
-    """The lines below the header, from a step's metrics. `ckpt=` appears where a checkpoint was written."""
+def step_lines(
+    metrics: Mapping[str, float], *, num_prompts: int, num_generations: int, has_kl: bool = True
+) -> list[str]:
+    """The lines below the header, from a step's metrics: `ckpt=` where a checkpoint was written, `kl=` if `has_kl`."""
+    metrics = {name: value for name, value in metrics.items() if has_kl or name != "train/kl_penalty"}
     num_rollouts = num_prompts * num_generations
     num_judged = metrics.get(f"rollout/{NUM_JUDGED}", 0.0)
     train, critic = shown_on("Train", metrics), shown_on("critic", metrics)
     engines, hidden = shown_on("Mrl", metrics), shown_on("hidden", metrics)
     if "refit/seconds" not in metrics:
         engines = ", ".join(filter(None, [engines, "engines keep their weights"]))
+    rewards = over_judged(shown_on("Reward", metrics), num_judged, metrics.get("rollout/num_rollouts", 0.0))
     generation_s, total_s = metrics.get("time/generation", 0.0), metrics["time/total"]
     return [
         (
             f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses "
             f"({generation_s:.1f}s)"
         ),
-        f"[Reward]   {over_judged(shown_on('Reward', metrics), num_judged, metrics.get('rollout/num_rollouts', 0.0))}",
+        f"[Reward]   {rewards}{shown_components(metrics)}",
         f"[Train]    {train or 'the critic alone learns'}" + (f"; critic: {critic}" if critic else ""),
         f"[Time]     total={total_s:.1f}s ({shown_on('Time', metrics)})",
         f"[Mrl]      {engines}" + (f", hidden: {hidden}" if hidden else ""),

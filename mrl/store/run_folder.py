@@ -418,9 +418,8 @@ class RunFolder:
         """Prints a step's metrics, and writes them and its rollouts, if it had any; `tokens` by request id."""
         grpo = self.config.rollouts
         if self.config.has_engines:
-            lines = step_lines(
-                metrics, num_prompts=grpo.num_prompts_per_step, num_generations=grpo.num_generations_per_prompt
-            )
+            sizes = {"num_prompts": grpo.num_prompts_per_step, "num_generations": grpo.num_generations_per_prompt}
+            lines = step_lines(metrics, **sizes, has_kl=self.config.has_kl)
         else:
             lines = supervised_lines(metrics)
         for line in lines:

@@ -155,8 +155,8 @@ def test_a_curve_that_never_moves_is_told_in_words(tab: Tab, tmp_path: Path):
     write_metrics(folder, [row(step, train__kl_penalty=0.0, train__gen_kl_error=0.1 * step) for step in range(1, 6)])
     open_report(tab, folder)
     tab.wait("document.querySelector('.chart canvas')")
-    assert "KL" in texts(tab, ".u-title") and "train/kl_penalty" not in texts(tab, ".u-label")
-    assert "KL: train/kl_penalty = 0" in texts(tab, "main li")
+    assert "Engine against trainer, KL" in texts(tab, ".u-title") and "train/kl_penalty" not in texts(tab, ".u-label")
+    assert "KL to the reference: train/kl_penalty = 0" in texts(tab, "main li")
 
 
 def test_a_run_of_one_step_has_its_values_and_nothing_about_curves(tab: Tab, tmp_path: Path):

@@ -50,7 +50,7 @@ def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
             r"={24,26} Step \d+/\d+ ={24,26}",
             rf"\[Generate\] \d+ prompts x \d+ generations = \d+ responses \({NUM}s\)",
             rf"\[Reward\]   mean={NUM}, std={NUM}, min={NUM}, max={NUM}",
-            rf"\[Train\]    loss={NUM}, kl={NUM}, grad_norm={NUM}",
+            rf"\[Train\]    loss={NUM}, grad_norm={NUM}",
             rf"\[Time\]     total={NUM}s \(gen={NUM}s, reward={NUM}s, train={NUM}s(, val={NUM}s)?(, ckpt={NUM}s)?\)",
             rf"\[Mrl\]      mean \|dlogp\|=[\d.e-]+ \(generator vs trainer\), token_mult_prob_error={NUM}, "
             rf"refit={NUM}s, verified=[\d,]+ bytes(, hidden: .*)?",

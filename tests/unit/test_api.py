@@ -7,12 +7,17 @@ import ast
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mrl import api
 from mrl.api import check_sequences
+from mrl.exit_codes import DONE
+from mrl.loop.rollouts import RolloutSupplier
+from mrl.loop.run import Run, Step
+from mrl.signals import ENDED_EARLY
 from mrl.types import RunState, TrainSequence
 from tests.sources import ROOT
 from tests.unit.algo.groups import group
@@ -85,3 +90,46 @@ def test_calls_of_a_loop_come_one_after_the_other():
             raise AssertionError("it went on")
     with loop.alone("engines.sample"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("step", "is_over", "is_asked", "code", "said"),
+    [
+        (9, True, False, DONE, "The run is complete"),
+        (4, True, False, DONE, "The run is complete"),  # validated well enough
+        (4, True, True, ENDED_EARLY, "Ended before the last step"),
+        (4, False, False, ENDED_EARLY, "The loop was left after step 4 of 9; the same command goes on"),
+    ],
+)
+def test_a_loop_left_before_its_last_step_is_not_complete(
+    step: int, is_over: bool, is_asked: bool, code: int, said: str
+):
+    budget = SimpleNamespace(is_over=is_asked)
+    run = Run(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, budget), 9, is_over=is_over)
+    found = api.ending(cast(Any, run), RunState(step=step))
+    assert found[0] == code and found[1].startswith(said)
+
+
+@as_story
+async def test_what_packing_refuses_leaves_the_engines_as_they_are():
+    held, groups = [], [group([1.0])]
+    stranger = TrainSequence(group([1.0], name="other").rollouts[0], 0.5, True, 1.0)
+
+    async def on_ranks(*_: object) -> dict[str, float]:
+        held.append(True)
+        return {}
+
+    def pack(*_: object) -> None:
+        raise ValueError("a row is too short")
+
+    for teachers in ({}, {"teacher": "t"}):
+        supplier = SimpleNamespace(config=SimpleNamespace(teachers=teachers), pack=pack)
+        supplier.check_groups = lambda *given, one=supplier: RolloutSupplier.check_groups(cast(Any, one), *given)
+        parts = SimpleNamespace(session=SimpleNamespace(on_ranks=on_ranks), supplier=supplier)
+        loop = api.Loop(cast(Any, parts), RunState())
+        loop.step = Step.after(RunState())
+        loop.step.groups = groups
+        seen = SimpleNamespace(run=parts, supplier=supplier, alone=loop.alone, step_under_way=loop.step_under_way)
+        with pytest.raises(ValueError, match="too short" if not teachers else "of none of the step's groups"):
+            await api.Policy(cast(Any, seen)).train([stranger])
+    assert not held

@@ -124,7 +124,7 @@ def test_a_command_prints_what_its_page_shows(
 def test_the_readme_shows_the_block_of_a_step():
     (shown,) = (text for page, text, _ in blocks() if page == "README.md" and text.startswith("===="))
     assert masked(shown) == masked(
-        "\n".join([step_header(1, 160), *step_lines(METRICS, num_prompts=32, num_generations=16)])
+        "\n".join([step_header(1, 160), *step_lines(METRICS, num_prompts=32, num_generations=16, has_kl=False)])
     )
 
 

@@ -157,3 +157,22 @@ for pid in (forked, started.pid):
 os._exit(sys.stdout.flush() or 0)
 """
     assert run(program) == (0, [str(passes_on)] * 2)
+
+
+def test_a_notebook_has_its_signals_back_after_a_run():
+    program = """
+for _ in range(2):
+    listener.listen(); listener.hold("the run ends")
+    os.kill(own, signal.SIGINT)
+    while listener.first is None:
+        time.sleep(0.01)
+    listener.let_go(); listener.stop()
+    try:
+        os.kill(own, signal.SIGINT); time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", listener.first)
+signal.raise_signal(signal.SIGTERM)
+"""
+    code, lines = run(program)
+    ends = "SIGINT: the run ends; a second Ctrl-C ends it at once"
+    assert (code, lines) == (-signal.SIGTERM, [ends, "interrupted None"] * 2)

@@ -220,7 +220,7 @@ class ValidationDataConfig(DatasetConfig):
 @dataclass
 class DifficultyPoolConfig:
     threshold: float
-    """Highest mean reward of the pool's prompts: of their last rollouts, as the environment judged them. Rewards above
+    """Highest mean reward of the pool's prompts: of their last rollouts, shaped by `env.effort_levels`. Rewards above
     all thresholds belong to the last pool.
     """
     weight: Share = 1.0

@@ -304,15 +304,16 @@ class RunConfig:
     @property
     def keeps_reference(self) -> bool:
         """Tells whether policy ranks keep the starting model, as the loss compares with it."""
-        return self.algorithm == "dpo" or (self._has_kl and not self.reference.num_nodes)
+        return self.algorithm == "dpo" or (self.has_kl and not self.reference.num_nodes)
 
     @property
     def has_reference_apart(self) -> bool:
         """Tells whether the starting model, which the loss compares with, has nodes of its own."""
-        return self._has_kl and self.reference.num_nodes > 0
+        return self.has_kl and self.reference.num_nodes > 0
 
     @property
-    def _has_kl(self) -> bool:
+    def has_kl(self) -> bool:
+        """Tells whether rollouts are compared with the reference, in the loss or the rewards."""
         return self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0
 
     @property

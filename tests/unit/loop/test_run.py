@@ -5,10 +5,12 @@ import json
 import logging
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +20,7 @@ from mrl.metrics import SKIPPED_IN_A_ROW, metrics_of_passes
 from mrl.signals import STOP_SIGNALS, Listener
 from mrl.store.summary import Clock
 from mrl.types import RunState
+from tests.unit.stories import as_story
 
 
 def test_a_run_ends_before_the_step_that_would_end_too_late():
@@ -154,3 +157,25 @@ def test_a_stop_in_a_task_group_is_one():
     nested = BaseExceptionGroup("outer", [BaseExceptionGroup("inner", [stop])])
     assert stop_of(stop) is stop and stop_of(nested) is stop
     assert stop_of(ExceptionGroup("", [stop, ValueError()])) is None and stop_of(ValueError()) is None
+
+
+@as_story
+async def test_engines_make_room_only_for_a_save_that_is_due():
+    rooms, saved = list[bool](), list[int]()
+
+    @asynccontextmanager
+    async def room(*, is_needed: bool) -> AsyncIterator[None]:
+        rooms.append(is_needed)
+        yield
+
+    saver = SimpleNamespace(
+        finish=lambda: None, lacks=lambda state: state.step > 2, save_last=lambda state: saved.append(state.step)
+    )
+    for step, enabled in ((2, True), (3, False), (3, True)):
+        config = SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled))
+        supplier = SimpleNamespace(session=SimpleNamespace(room=room))
+        now = run.Run(*cast(Any, (config, None, supplier, saver, None)), last_step=9)
+        async with now.saved(RunState(step=step)):
+            raise Stopped
+        assert now.is_over
+    assert (rooms, saved) == ([False], [3])

@@ -39,6 +39,15 @@ def test_the_step_block_is_the_tutorials_character_for_character():
     assert lines[4].startswith("[Mrl] ") and "verified=1,234,567 bytes" in lines[4]
 
 
+def test_lines_leave_out_a_kl_that_nobody_computes_and_have_the_components_of_rewards():
+    parts = {"rollout/near/reward_std": 0.1, "rollout/near/reward_near": 0.334, "rollout/near/reward_length": -0.01}
+    lines = step_lines({**METRICS, **parts}, num_prompts=32, num_generations=16, has_kl=False)
+    assert lines[1] == "[Reward]   mean=0.31, std=0.46, min=0.0, max=1.0 (near 0.33, length -0.01)"
+    assert lines[2] == "[Train]    loss=0.042, grad_norm=1.23"
+    many = {f"rollout/near/reward_{name}": 0.0 for name in "abcde"}
+    assert step_lines({**METRICS, **many}, num_prompts=32, num_generations=16)[1].endswith("max=1.0")
+
+
 def test_a_mean_reward_says_over_how_many_rollouts_it_is_where_some_were_not_judged():
     def line(num_judged: int, **rewards: float) -> str:
         counts = {"rollout/num_rollouts": 64.0, "rollout/num_judged": float(num_judged)}
