@@ -138,6 +138,11 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
     output = said("grpo_tiny.yaml", "grpo.max_num_steps=200")[1]
     assert "resumes at step 160 of 200\n" in output
     assert lines_of(output, "Changed since the last attempt: 1") == ["grpo.max_num_steps=160 -> 200 (command line)"]
+    # The critic's size follows, and there is no critic.
+    changed = lines_of(
+        said("grpo_tiny.yaml", "policy.train_global_batch_size=256")[1], "Changed since the last attempt: 1"
+    )
+    assert changed == ["policy.train_global_batch_size=512 -> 256 (command line)"]
     # Their markers are of no manifests.
     (refused,) = lines_of(output, "Refused: 1")
     assert "none of its checkpoints is whole" in refused and "step_160: " in refused and "step_180" not in refused
