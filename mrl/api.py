@@ -318,9 +318,9 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     if isinstance(overrides, str):
         raise ValueError(f"overrides is a text; write a list: [{overrides!r}]")
     startup.lap("import")
-    logger.info("Config: %s", find_config(config))
     started = time.monotonic() - env.job_age_s()
     secrets = None if logging.getLogger().handlers else start_logging("text")
+    logger.info("Config: %s", find_config(config))
     loaded, migration = load_run(config, overrides, secrets=secrets)
     if not loaded.has_engines:
         raise ValueError(
