@@ -121,6 +121,26 @@ def test_proposals_change_no_bit(
     routes.assert_own_routes(transformers_model(folder), speculated)
 
 
+@pytest.mark.parametrize("speculation", [MTP, NGRAM], ids=["mtp", "ngram"])
+def test_rollouts_that_are_broken_off_twice_are_those_of_an_unbroken_engine(
+    start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]], speculation: dict[str, object]
+):
+    engine = start_engine(folder, keeps_routes=True, speculation=speculation, max_num_seqs=16)
+    engine.set_weight_version(0)
+    requests, found, lengths = requests_of_all_kinds(), dict[str, Rollout](), list[int]()
+    for num_steps in (4, 5, 200):
+        engine.add([one for one in requests if one.request_id not in found])
+        for _ in range(num_steps):
+            found |= {one.request.request_id: one for one in engine.step()}
+        begun = {one.request.request_id: one for one in engine.unfinished()}
+        assert begun.keys() == {one.request_id for one in requests} - found.keys()
+        lengths.append(sum(len(one.token_ids) for one in begun.values()))
+        engine.abort(list(begun))
+        requests = [dataclasses.replace(one, earlier=begun.get(one.request_id)) for one in requests]
+    assert lengths[0] > 0 < lengths[1] and lengths[2] == 0
+    assert differences(plain["once"], found) == [] and total(found).num_accepted > 0
+
+
 def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(
     start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]]
 ):
