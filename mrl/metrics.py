@@ -100,6 +100,8 @@ PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "trai
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
+ATTEMPT = "logger/attempt"
+"""Number of an attempt, in the first line that it writes."""
 SKIPPED = "/num_skipped_updates"
 """Ends the names of counts of updates that were not finite, and changed nothing."""
 NEMO_RL_RANKS = {"val:total_reward/mean": "val:accuracy", "train:total_reward/mean": "train:reward"}

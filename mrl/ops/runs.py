@@ -7,7 +7,6 @@ Reads run folders as they are, also those of runs that go on, and changes nothin
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -25,6 +24,7 @@ from mrl.ops.view.run_data import (
     about_lines,
     attempts_of,
     checkpoints_of,
+    differences,
     owner_state,
     progress_lines,
     read_config,
@@ -193,16 +193,6 @@ def compare(one: Path, other: Path) -> list[str]:
     return [*lines, *aligned(table)]
 
 
-def differences(one: Json, other: Json) -> list[str]:
-    """`key: value -> value` of each key of two flat configs that is not equal."""
-    keys = [*one, *(key for key in other if key not in one)]
-    return [
-        f"{key}: {_spelt(one, key)} -> {_spelt(other, key)}"
-        for key in keys
-        if one.get(key) != other.get(key) or (key in one) != (key in other)
-    ]
-
-
 def rows_of(folder: Path) -> Sequence[Row]:
     """Metrics by step; None for values that are no finite numbers. Lines without a step are left out."""
     rows = read_rows(folder / METRICS, METRIC_KEYS)[0]
@@ -248,7 +238,3 @@ def _path_of(rows: Sequence[Row], name: str) -> str:
     return (
         f"{number(values[0])} -> {number(values[-1])}" if len(values) > 1 else number(values[0]) if values else NOTHING
     )
-
-
-def _spelt(config: Json, key: str) -> str:
-    return json.dumps(config[key], ensure_ascii=False, default=str) if key in config else "absent"

@@ -29,6 +29,7 @@ from mrl.config.secrets import without_secrets
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
+from mrl.metrics import ATTEMPT
 from mrl.phases import ModelName
 from mrl.rooms import write_report
 from mrl.store.about import about_this_attempt, attempt_changes
@@ -175,6 +176,7 @@ class RunFolder:
         with self._may_fail("quarantine"):
             within(WRITE_TIMEOUT_S, "write of quarantine", write_quarantine, left_out, self.path / "quarantine")
         spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
+        self.next_metrics[ATTEMPT] = float(self.log_folder.name[4:])
 
     def note_end(self, code: int, text: str) -> None:
         """Writes the exit code of this attempt and how it ended for `mrl runs`, if its folder is still there."""

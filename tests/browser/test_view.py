@@ -127,6 +127,22 @@ def test_a_chart_tells_the_value_under_the_mouse(tab: Tab, tmp_path: Path):
     )
 
 
+def test_changed_keys_of_an_attempt_and_rewards_have_their_names(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    for number, rate in ((1, "0.001"), (2, "0.01")):
+        attempt = folder / f"logs/exp_{number:03d}"
+        attempt.mkdir(parents=True, exist_ok=True)
+        (attempt / "config.yaml").write_text((folder / "config.yaml").read_text().replace("0.001", rate))
+    held_out = [{f"val__{name}": 0.1 * step for name in ("accuracy", "reward")} for step in range(1, 6)]
+    rows = [row(step, **found) for step, found in enumerate(held_out, 1)]
+    write_metrics(folder, [*rows[:2], {**rows[2], "logger/attempt": 2.0}, *rows[3:]])
+    open_report(tab, folder)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert "from step 3: policy.megatron_cfg.optimizer.lr: 0.001 -> 0.01" in texts(tab, "dd")
+    labels = texts(tab, ".u-label")
+    assert "val/reward" in labels and "val/accuracy" not in labels and tab.errors == []
+
+
 def test_seconds_by_phase_add_up_with_small_phases_together(tab: Tab, tmp_path: Path):
     folder, small = make_run(tmp_path / "run"), {"time__refit": 0.01, "time__checkpoint": 0.02, "time__teacher": 0.0}
     times = [row(step, time__generation=1.0 + step, time__train=2.0, **small) for step in range(1, 6)]

@@ -57,8 +57,28 @@ function split(names, kind) {
 }
 
 function label([index, name]) {
-  return state.data.runs.length > 1 ? `${state.data.runs[index].name} ${name}` : name;
+  const one = state.data.runs[index];
+  // Mean rewards that are no accuracy are called rewards everywhere.
+  const own = name === "val/accuracy" && one.series["val/reward"] ? "val/reward" : name;
+  return state.data.runs.length > 1 ? `${one.name} ${own}` : own;
 }
+
+// A dashed line where an attempt with other values begins.
+function markAttempts({ ctx, bbox, valToPos }) {
+  if (state.data.runs.length > 1) return;
+  ctx.save();
+  ctx.strokeStyle = "#888";
+  ctx.setLineDash([4, 4]);
+  state.data.runs[0].attempts.filter((one) => one.step !== null).forEach((one) => {
+    const x = valToPos(one.step, "x", true);
+    if (x < bbox.left || x > bbox.left + bbox.width) return;
+    ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+  });
+  ctx.restore();
+}
+
+// What changed between attempts, as (name, text).
+const changed = (one) => one.attempts.map(({ name, step, changes }) => [name, `${step === null ? "" : `from step ${step}: `}${changes.join("; ")}`]);
 
 function chart(box, title, names, kind) {
   const isStack = kind === "stack" && state.data.runs.length === 1;
@@ -86,7 +106,7 @@ function chart(box, title, names, kind) {
     scales: { x: { time: false }, y: isStack ? { range: (_, __, max) => [0, max || 1] } : state.log ? { distr: 3 } : {} },
     axes: [axis({ label: "step", labelSize: 16, size: 34, incrs: WHOLE }), axis({ size: 72, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
     series: [{ label: "step" }, ...order.map((i) => series[i])],
-    hooks: { setScale: [noteZoom] },
+    hooks: { setScale: [noteZoom], draw: [markAttempts] },
   }, [steps, ...order.map((i) => drawn[i])], box);
   // A zoom outlives the next drawing of a live page.
   if (state.zoom) plot.setScale("x", state.zoom);
@@ -166,7 +186,7 @@ function overview() {
   const wanted = [...chartsOf(), ...state.more.map((name) => [name, [name]])];
   return h("div", {},
     h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
-    h("section", { class: "facts" }, facts([...one.progress, ["files", files(one)]]), facts(one.about)),
+    h("section", { class: "facts" }, facts([...one.progress, ...changed(one), ["files", files(one)]]), facts(one.about)),
     one.num_torn ? h("p", {}, `Left out as torn: ${counted(one.num_torn, "line")} of metrics.jsonl and samples.jsonl.`) : null,
     advice(one), scores(one), controls(), drawn(wanted),
     h("details", {}, h("summary", {}, "All rules"), table(["", "applies when"], state.data.rules.map((rule) => [rule.level, rule.rule]))));

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import time
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import cast, get_args
 
@@ -18,11 +20,12 @@ from conversion.files.owners import Owner
 from conversion.files.reading import parse_json, read_file
 from mrl.config.files import MAX_FILE_BYTES, read_yaml
 from mrl.exit_codes import DONE
-from mrl.metrics import MASKED_IN_A_ROW, NO_SIGNAL_IN_A_ROW
+from mrl.metrics import ATTEMPT, MASKED_IN_A_ROW, NO_SIGNAL_IN_A_ROW
 from mrl.ops.view.dumps import list_dumps, read_evaluations, sampled_dumps
 from mrl.ops.view.timeline import chosen, list_windows, memory_by_phase, read_timelines
 from mrl.phases import PHASES
 from mrl.store.advisories import RULES, Advisory, advisories, facts_of, number, silence
+from mrl.store.loggers.sink import flat
 from mrl.store.run_files import (
     ABOUT,
     ENDED,
@@ -78,6 +81,7 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
         "name": folder.name,
         "about": about_lines(config, read_json(folder / ABOUT)),
         "progress": progress_lines(rows, config, folder, state),
+        "attempts": changes_of_attempts(folder, rows),
         "files": files_of(folder),
         "health": health(rows, found),
         "advisories": [asdict(advisory) for advisory in found],
@@ -317,6 +321,31 @@ def attempts_of(folder: Path) -> list[Path]:
     """The folders of the attempts that have a config, in order."""
     found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[4:]))
+
+
+def changes_of_attempts(folder: Path, rows: Sequence[Row]) -> list[Json]:
+    """Attempts with other values than the one before: name, first step (None: it has logged none), and what changed."""
+    configs = {int(path.name[4:]): flat(read_config(path / "config.yaml")) for path in attempts_of(folder)}
+    firsts = {int(number): int(row["step"] or 0) for row in reversed(rows) if (number := row.get(ATTEMPT)) is not None}
+    return [
+        {"name": f"attempt {number}", "step": firsts.get(number), "changes": changes}
+        for (before, number) in pairwise(configs)
+        if (changes := differences(configs[before], configs[number]))
+    ]
+
+
+def differences(one: Json, other: Json) -> list[str]:
+    """`key: value -> value` of each key of two flat configs that is not equal."""
+    keys = [*one, *(key for key in other if key not in one)]
+    return [
+        f"{key}: {_spelt(one, key)} -> {_spelt(other, key)}"
+        for key in keys
+        if one.get(key) != other.get(key) or (key in one) != (key in other)
+    ]
+
+
+def _spelt(config: Json, key: str) -> str:
+    return json.dumps(config[key], ensure_ascii=False, default=str) if key in config else "absent"
 
 
 def masked_text(rows: Sequence[Row]) -> str:

@@ -86,6 +86,23 @@ def test_a_run_that_learns_nothing_or_masks_rollouts_is_not_well(tmp_path: Path)
     assert "('masked', '32 of 128 rollouts (25.0%): timeout 2, error 30')" in str(data["progress"])
 
 
+def test_what_changed_between_attempts_is_told_with_the_step_from_which_it_holds(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    config = (folder / "config.yaml").read_text()
+    for number, rate in ((1, "0.001"), (2, "0.001"), (3, "0.01"), (10, "0.02")):
+        attempt = folder / f"logs/exp_{number:03d}"
+        attempt.mkdir(parents=True, exist_ok=True)
+        (attempt / "config.yaml").write_text(config.replace("0.001", rate))
+    write_metrics(
+        folder, [row(1, logger__attempt=1.0), row(2, logger__attempt=2.0), row(3, logger__attempt=3.0), row(4)]
+    )
+    key = "policy.megatron_cfg.optimizer.lr"
+    assert run_data(folder)["attempts"] == [
+        {"name": "attempt 3", "step": 3, "changes": [f"{key}: 0.001 -> 0.01"]},
+        {"name": "attempt 10", "step": None, "changes": [f"{key}: 0.01 -> 0.02"]},
+    ]
+
+
 def test_a_few_masked_rollouts_are_said_too(tmp_path: Path):
     folder = make_run(tmp_path / "run")
     write_metrics(
