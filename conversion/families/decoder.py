@@ -254,8 +254,8 @@ def _read_yarn(given: HfConfig) -> dict[str, object]:
     )
 
 
-def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
-    """The family whose config.json `read` understands."""
+def decoder_family(read: Callable[[HfConfig], Decoder], **transformer: object) -> Family:
+    """The family whose config.json `read` understands. `transformer` are its own fields of TransformerConfig."""
 
     def model(hf_config: HfConfig, padded_vocabulary: int | None) -> Model:
         decoder, layers = read(hf_config), []
@@ -266,7 +266,7 @@ def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
 
     return Family(
         model,
-        lambda hf_config: megatron_arguments(read(hf_config)),
+        lambda hf_config: megatron_arguments(read(hf_config), **transformer),
         model_class="gpt",
     )
 

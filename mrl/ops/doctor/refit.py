@@ -107,7 +107,8 @@ CHANGED = Check(
 LOGPROBS = Check(
     "logprobs",
     "trainer and engine compute the same model: tokens sampled by the engine have the same log-probability in both",
-    "the weights are equal, so the computations differ. In float32, if the line `start` says TF32, find out which "
+    "the weights are equal, so the computations differ. Of a family of your own, the trainer lacks an argument "
+    "(docs/extend/family.md). In float32, if the line `start` says TF32, find out which "
     "library or env_vars ask for it. Otherwise look for what the upgrade changed in kernels, norms, rotary "
     "embedding or routing; tests/stack/policy/test_layouts.py and tests/stack/rollout/test_parity.py tell which "
     "side has moved",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from conversion.families.common import VllmParallel
-from conversion.families.registry import family, installed_family
+from conversion.families.decoder import decoder_family
+from conversion.families.registry import family, installed_family, llama
 from tests import models
 from tests.sources import ROOT
 
@@ -38,6 +39,13 @@ def test_the_family_of_the_example_has_the_tables_of_llama(install):
     assert layouts[0] == layouts[1]
     with pytest.raises(ValueError, match="sliding_window=4096 is in use"):
         family(config).canonical(config | {"sliding_window": 4096, "max_position_embeddings": 32768})
+
+
+def test_a_family_may_have_fields_of_megatron_s_config_of_its_own():
+    own, plain = (decoder_family(llama, **fields) for fields in ({"rotary_interleaved": True}, {}))
+    config = {**models.TINY["mistral"], "model_type": "llama"}
+    given, usual = (each.megatron_arguments(config)["transformer"] for each in (own, plain))
+    assert given == usual | {"rotary_interleaved": True} and own.canonical(config) == plain.canonical(config)
 
 
 @pytest.mark.parametrize(
