@@ -29,6 +29,7 @@ SETTINGS = [
     # Two kills fall into the sampling of a step: a model that knows nothing hardly ever ends.
     "policy.generation.max_new_tokens=700",
     "++env.own.functions.coin=tests.long.coin:coin",
+    "++env.own.functions.second=tests.long.coin:second",
     "data.default.env_name=coin",
     "cluster.cpu_units_per_node=1",
     "policy.megatron_cfg.tensor_model_parallel_size=1",
@@ -52,7 +53,7 @@ def kept(run_folder: Path) -> tuple[Kept, Kept]:
 
 
 def num_tokens(*found: Kept) -> int:
-    return sum(one.length for some in found for one in some.values())
+    return sum(one.num_generated for some in found for one in some.values())
 
 
 def went_on(attempt: Attempt) -> tuple[int, int]:
@@ -74,15 +75,28 @@ def trained(run_folder: Path) -> dict[tuple[int, str], Rollout]:
     }
 
 
-def test_unfinished_rollouts_survive_two_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+CASES = {
+    "one turn": (50, []),
+    # A turn that is cut off has no second: of some 260 tokens that are drawn, two end it.
+    "two turns": (
+        70,
+        ["grpo.max_rollout_turns=2", "data.default.env_name=second", "policy.generation.stop_token_ids=[65,66]"],
+    ),
+    # The rollouts of both steps are under way.
+    "dedicated engine": (50, ["policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true"]),
+}
+"""Tokens that a rollout has between two kills, about, and settings."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unfinished_rollouts_survive_two_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str):
     monkeypatch.setenv("MRL_CACHE", str(tmp_path / "cache"))
-    inputs = write_inputs(tmp_path)
+    inputs, (length, keys) = write_inputs(tmp_path), CASES[case]
 
     def attempt(run: str, log: str) -> Attempt:
         folder = tmp_path / run
-        return Attempt(
-            folder, [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={folder}"], tmp_path / f"{run}-{log}.log"
-        )
+        settings = [*inputs, *SETTINGS, *keys, f"checkpointing.checkpoint_dir={folder}"]
+        return Attempt(folder, settings, tmp_path / f"{run}-{log}.log")
 
     with attempt("unbroken", "only") as only:
         assert only.finish() == 0, only.text()[-4000:]
@@ -91,7 +105,7 @@ def test_unfinished_rollouts_survive_two_kills(tmp_path: Path, monkeypatch: pyte
     judged, left = Kept(), Kept()
     for kill in (1, 2):
         with attempt("broken", str(kill)) as current:
-            least = num_tokens(judged, left) + 16 * 50
+            least = num_tokens(judged, left) + 16 * length
             current.wait_until(lambda: num_tokens(*kept(current.run_folder)) >= least, f"tokens for kill {kill}")  # noqa: B023
             current.send(signal.SIGKILL, "driver")
             assert current.finish() == -signal.SIGKILL
@@ -106,7 +120,8 @@ def test_unfinished_rollouts_survive_two_kills(tmp_path: Path, monkeypatch: pyte
     with attempt("broken", "last") as last:
         assert last.finish() == 0, last.text()[-4000:]
     assert went_on(last) == (len(left), num_tokens(left)) and len(left) > 1
-    assert num_tokens(judged, left) >= 2 * 16 * 50
+    assert num_tokens(judged, left) >= 2 * 16 * length
+    assert (max(one.num_turns for one in left.values()) == 2) == (case == "two turns")
 
     # Nothing that a step trains shows that it was ever disturbed.
     found, expected = trained(last.run_folder), trained(only.run_folder)
