@@ -67,7 +67,8 @@ class RequestBook(Generic[Q, A]):
         self._call, self._on_death, self._tasks = call, on_death, tasks
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
         self._new: list[tuple[str, Q, asyncio.Future[A], Sequence[int]]] = []
-        self._is_held = False
+        self.is_held = False
+        """True while `hold` holds back calls."""
 
     @property
     def num_unfinished(self) -> int:
@@ -77,11 +78,6 @@ class RequestBook(Generic[Q, A]):
     def num_lost(self) -> int:
         """Requests of the actors that are lost."""
         return sum(len(self._actors[index].owed) for index in self.lost)
-
-    @property
-    def is_held(self) -> bool:
-        """True while `hold` holds back calls."""
-        return self._is_held
 
     def called(self) -> list[str]:
         """Names of actors with an unanswered call. Any thread may ask."""
@@ -136,7 +132,7 @@ class RequestBook(Generic[Q, A]):
 
     def hold(self, is_held: bool) -> None:
         """Holds back further calls while `is_held`."""
-        self._is_held = is_held
+        self.is_held = is_held
         self._wake()
 
     def _deal(self) -> None:
@@ -160,7 +156,7 @@ class RequestBook(Generic[Q, A]):
 
     def _wants_call(self, actor: _Actor[Q, A]) -> bool:
         is_due = actor.unsent or (actor.owed and not actor.calls)
-        return bool(is_due) and len(actor.calls) < self._max_calls and not self._is_held
+        return bool(is_due) and len(actor.calls) < self._max_calls and not self.is_held
 
     async def _serve(self, index: int, actor: _Actor[Q, A]) -> None:
         try:

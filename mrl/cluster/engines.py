@@ -196,8 +196,6 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         """Seconds in which engines had a rollout to work on, added up over the engines."""
         ahead = config.rollouts.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
-        self.on_built: Callable[[], None] = lambda: None
-        """Called whenever engines have been built, after a restart, too."""
         super().__init__(
             ENGINES,
             len(placement.engines),
@@ -211,11 +209,6 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     @property
     def num_engines(self) -> int:
         return len(self.handles)
-
-    def wait_until_built(self) -> None:
-        """Waits until every engine that was started has loaded its weights."""
-        self.wait_until_up()
-        self.on_built()
 
     async def _carry(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         polled: Polled
@@ -252,7 +245,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     async def restart(self, index: int) -> None:
         """Restarts a dead engine; it refuses work until refitted. RuntimeError: it dies too often without a rollout."""
         self.start_again(index, f"{self.name(index)} died")
-        await in_worker(self.wait_until_built)
+        await in_worker(self.wait_until_up)
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
         """Brings all engines, which are held, into `phase` at once. Leaves one that died to its watch, and a refit."""
@@ -296,8 +289,6 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
     ) -> None:
         self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
         self._num_gateways = scheduling.num_gateways(config)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called in the event loop when an engine is up."""
         super().__init__(
             judges_kind(name),
             len(self._slots),
@@ -308,9 +299,6 @@ class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
             # An engine answers a look after `LOOK_S`.
             look_s=LOOK_S + config.deadlines.generate_s,
         )
-
-    def _note_up(self) -> None:
-        self.on_change()
 
     async def _carry(self, index: int, requests: list[Never]) -> Mapping[str, Never]:
         raise AssertionError("gateways ask judges")

@@ -281,9 +281,9 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
             deadline_s=config.deadlines.reward_s,
             start_s=start_s(config),
         )
-        engines.on_built = self.tell_engines
-        for judge in judges.values():
-            judge.on_change = self.tell_engines
+        # Those that come back may have missed engines that have come back meanwhile.
+        for service in (self, engines, *judges.values()):
+            service.on_up = self.tell_engines
 
     def wait_until_built(self) -> None:
         """Waits until agents can be run. RuntimeError: a function cannot be loaded."""
@@ -371,9 +371,6 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
         for name, (count, reason) in self._waits().items():
             if name not in before:
                 logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
-
-    def _note_up(self) -> None:
-        self.tell_engines()  # those that have come back meanwhile
 
     def _launch(self, index: int) -> tuple[ActorHandle[GatewayActor], ray.ObjectRef[str]]:
         nodes = self.placement.first_slots

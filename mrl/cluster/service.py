@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -100,6 +100,8 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
             max_fruitless_restarts=max_restarts,
             num_calls=service.num_calls,
         )
+        self.on_up: Callable[[], None] = lambda: None
+        """Called in the event loop whenever an actor is up, after a restart, too."""
         self._starts: dict[int, ray.ObjectRef[R]] = {}
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
@@ -118,9 +120,6 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         """The answer of a method of an actor that returns packed items beside it, and a reference to these."""
         answer, items = call.options(num_returns=2).remote(*arguments)
         return await answered(answer, actor=self.name(index), what=self.service.wait), items
-
-    def _note_up(self) -> None:
-        """Called in the event loop when an actor is up."""
 
     def wait_until_up(self) -> dict[int, R]:
         """Waits until all actors are up; their answers to the start, by index."""
@@ -166,7 +165,7 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         """Notices that an actor dies or hangs which nobody asks. Limits its start to `start_s`."""
         try:
             await self._sign(index, self._starts[index], "start", start_s)
-            self._note_up()
+            self.on_up()
             while True:
                 if await self._sign(index, handle.look.remote(), "work", self._look_s):
                     self.book.note_answer(index)

@@ -249,7 +249,7 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
         rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
         judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
         engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)
-        await in_worker(engines.wait_until_built)
+        await in_worker(engines.wait_until_up)
         await in_worker(rewards.wait_until_built)
 
         def serve(indices: Sequence[int]) -> None:
@@ -311,7 +311,7 @@ def _start_models(
         # vLLM sizes its KV cache by the free memory of the whole GPU, so nobody else may take any; then the cache
         # leaves.
         convert_if_new(config)
-        engines.wait_until_built()
+        engines.wait_until_up()
         startup.lap("engines")
     for model, own_ranks in apart.items():
         models[model] = start_apart(config, own_ranks, model, pad_token_id=pad_token_id)
@@ -320,7 +320,7 @@ def _start_models(
         if model != "policy":
             models[model].call(PolicyVerbs.enter, "refit", deadline_s=ranks.start_s)
     policies = models["policy"]
-    engines.wait_until_built()
+    engines.wait_until_up()
     startup.lap("engines")
     logger.info(
         "Number of actors online: %d/%d",

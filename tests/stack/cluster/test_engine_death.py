@@ -44,7 +44,7 @@ def test_an_engine_ends_with_any_of_its_workers(tmp_path: Path):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         engines = call(lambda: EngineGroup(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
-        engines.wait_until_built()
+        engines.wait_until_up()
         ((first, second),) = engines.apply(worker_pids, deadline_s=DEADLINE_S)
         wait_until(lambda: not shared_memory([first, second]), "removal of names that would stay on the host")
         os.kill(second, signal.SIGKILL)

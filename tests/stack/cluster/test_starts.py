@@ -47,7 +47,7 @@ class StandIn:
         self.calls = calls
         self.calls.append(f"start {name}")
 
-    def wait_until_built(self) -> None:
+    def wait_until_up(self) -> None:
         self.calls.append("engines are built")
 
 
@@ -131,7 +131,7 @@ def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Pa
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     with placed_slots(config) as placement, opened(started_tasks()) as tasks:
         engines = call(lambda: EngineGroup(config, placement, log_folder=tmp_path / "logs", tasks=tasks))
-        engines.wait_until_built()
+        engines.wait_until_up()
         (meeting := tmp_path / "meeting").mkdir()
         pids = engines.apply(enter_together, meeting, deadline_s=HANG_S)
         engines.enter("refit", deadline_s=2 * HANG_S)
