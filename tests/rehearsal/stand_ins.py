@@ -321,7 +321,7 @@ def rehearsal(shape: Shape, folder: Path, processes: list) -> Iterator[Rehearsal
         return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls, silent)  # pyright: ignore[reportArgumentType]
 
     @contextmanager
-    def placed_slots(config: RunConfig, log_folder: Path) -> Iterator[Slots]:
+    def placed_slots(config: RunConfig, log_folder: Path, *, trains: bool) -> Iterator[Slots]:
         yield Slots(config)
 
     with ExitStack() as stack:
