@@ -63,6 +63,7 @@ def _node(hint: Any, written: Any = None, name: str = "", moves_to: str = "") ->
     children = {}
     for each in dataclasses.fields(section) if section else ():
         default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        default = "???" if default is dataclasses.MISSING else default  # OmegaConf's word for a value to be set
         if moves_to and isinstance(default, str):
             default = default.replace("${policy.", f"${{{moves_to}.")
         moves = name if name in LIKE_POLICY else moves_to

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -11,7 +12,7 @@ from mrl.config.files import find_config, packaged_configs, read_settings
 from mrl.config.known import TRL_NAMES
 from mrl.config.load import load_config
 from mrl.config.overrides import apply_overrides, quoted
-from mrl.config.schema.keys import KEYS
+from mrl.config.schema.keys import KEYS, SCHEMA, SchemaNode
 from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
 
@@ -466,3 +467,22 @@ def test_reading_a_config_stays_in_few_files(workplace: Path):
     finally:
         sys.setprofile(None)
     assert 100 < moves <= 1000
+
+
+def required(node: SchemaNode, prefix: str = "", is_item: bool = False) -> Iterator[str]:
+    """Keys without a default in the items of mappings, each named `one`."""
+    for name, child in node.children.items():
+        if is_item and child.default == "???":
+            yield prefix + name
+        yield from required(child, f"{prefix}{name}.", is_item)
+        if child.of_dict and child.of_dict.section:
+            yield from required(child.of_dict, f"{prefix}{name}.one.", is_item=True)
+
+
+def test_what_an_item_of_a_mapping_lacks_is_the_only_problem():
+    found = list(required(SCHEMA))
+    assert {"judges.one.model_name", "data.difficulty_pools.one.threshold"} <= set(found)
+    for key in found:
+        with pytest.raises(ConfigError) as caught:
+            load_config("grpo_tiny.yaml", [f"{key.rpartition('.')[0]}={{}}"])
+        assert [problem.key for problem in caught.value.problems] == [key]
