@@ -32,6 +32,8 @@ CASES = [
             *(("nemotron_h", layout) for layout in ("one", "pp2 uneven", "tp2 sp etp2", "cp2 ep2", "one, recomputed")),
             *(("qwen3_moe", layout) for layout in ("one", "tp2 sp dp2 ep2", "pp2 uneven", "tp2 sp etp2")),
             *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "pp2 vpp2", "one, recomputed")),
+            *(("deepseek_v3", layout) for layout in ("one", "tp2 sp dp2 ep2")),
+            *(("qwen3_next", layout) for layout in ("one", "tp2 sp dp2 ep2")),
         ]
     ),
 ]
