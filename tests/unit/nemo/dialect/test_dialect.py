@@ -198,7 +198,7 @@ def test_the_off_values_of_a_newer_recipe_change_nothing(load: Callable[..., Run
     assert config == plain
     for key, reason in {
         "loss_fn.behaviour_kl_penalty=0.1": "no loss holds the policy near the weights that sampled",
-        "grpo.use_orm_advantage=true": "advantages of teachers and of rewards are not mixed",
+        "grpo.use_orm_advantage=true": "a key of on_policy_distillation",
         "grpo.seq_logprob_error_force_on_policy=true": "a masked sequence is not trained",
         "policy.megatron_cfg.fp32_lm_head=tf32": "the output layer computes in policy.precision",
     }.items():
