@@ -35,6 +35,7 @@ MAX_EXPRESSION = 2000
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
+_UNSET = re.compile(r"Environment variable '(.+)' not found")
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
 _MESSAGES = {
@@ -139,6 +140,9 @@ class Tree:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             is_unknown = isinstance(error, UnsupportedInterpolationType)
             way_out = "give the value itself, as an override" if is_unknown else "correct the expression"
+            if (unset := _UNSET.search(reason)) is not None:
+                reason = f"the environment has no variable {unset[1]}"
+                way_out = "set it, or give the value itself, as an override"
             raise Unresolved(f"{reason}; {way_out}") from error
 
     def _followed(self, written: object) -> object:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 """Every key that a config may have besides the schema's."""
 HF_HOME = "${oc.env:HF_HOME}"
+NEMO_RL_VARIABLES = "NRL_"
+"""Beginning of the names of environment variables that are NeMo RL's own."""
 NEMO_RL_PROMPTS = "examples/prompts"
 OTHER_TEXT = (
     "the file is neither here nor above the config, and mrl's prompt of that name asks in other words than NeMo RL's; "
@@ -220,6 +222,8 @@ def migrate(
 def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     old = setting.value
     new = old
+    if key[-1].startswith(NEMO_RL_VARIABLES) and "env_vars" in key:
+        report.different.append((key, setting, "a variable that only NeMo RL's own workers read"))
     if isinstance(old, Hashable):
         new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
     if _lacks_prompt(key, old):

@@ -469,6 +469,13 @@ def test_reading_a_config_stays_in_few_files(workplace: Path):
     assert 100 < moves <= 1000
 
 
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path):
+    (said,) = problems(tmp_path, REQUIRED, "grpo.max_num_steps=${oc.env:MRL_NO_SUCH}")
+    assert said.endswith(
+        ": the environment has no variable MRL_NO_SUCH; set it, or give the value itself, as an override"
+    )
+
+
 def required(node: SchemaNode, prefix: str = "", is_item: bool = False) -> Iterator[str]:
     """Keys without a default in the items of mappings, each named `one`."""
     for name, child in node.children.items():

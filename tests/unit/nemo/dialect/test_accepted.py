@@ -122,6 +122,8 @@ DIFFERENT = [
     "checkpointing.save_replay_buffer=false",
     f"{ENGINE}.enable_vllm_metrics_logger=true",
 ]
+# NeMo RL's workers read these, and processes get them here, too.
+VARIABLES = [f"++{ENGINE}.env_vars.NRL_VLLM_FP32_LM_HEAD='1'", f"++{MEGATRON}.env_vars.NRL_X='1'"]
 
 
 @pytest.mark.parametrize("override", WITHOUT_EFFECT)
@@ -130,6 +132,15 @@ def test_what_has_no_effect_is_reported(load: Callable[..., tuple[RunConfig, Mig
     assert config == load()[0]
     (line,) = migration.idle_overrides()
     assert line.startswith(f"{override} (command line): ") and migration.differences() == []
+
+
+@pytest.mark.parametrize("override", VARIABLES)
+def test_variables_of_nemo_rl_s_workers_are_said_to_be_theirs(
+    load: Callable[..., tuple[RunConfig, Migration]], override: str
+):
+    (line,) = load(override)[1].differences() or []
+    assert line.endswith(": a variable that only NeMo RL's own workers read")
+    assert (load(override.replace("NRL", "NCCL"))[1].differences() or []) == []
 
 
 def test_what_is_done_otherwise_with_checkpoints_is_no_difference_without_any(
