@@ -103,14 +103,14 @@ JUDGES = "should_use_judge"
 """Name of the option that sends rows of a server to that server."""
 
 GYM_GLOBAL = frozenset(
-    "default_host disallowed_ports global_aiohttp_client_request_debug global_aiohttp_connector_limit "
-    "global_aiohttp_connector_limit_per_host head_server_deps hf_token model_call_capture_dir "
-    "model_endpoint_readiness_timeout_seconds nemo_gym_log_dir observability_enabled pip_install_verbose "
-    "policy_max_input_tokens port_range_high port_range_low profiling_enabled profiling_results_dirpath "
-    "python_version ray_head_node_address skip_venv_if_present use_absolute_ip uv_cache_dir uv_pip_set_python "
-    "uv_venv_dir uvicorn_logging_show_200_ok verbose".split()
+    "allow_openai_version_skew cache_dir default_host disallowed_ports head_server_deps hf_token "
+    "model_call_capture_dir model_endpoint_readiness_timeout_seconds nemo_gym_log_dir observability_enabled "
+    "pip_install_verbose policy_max_input_tokens port_range_high port_range_low profiling_enabled "
+    "profiling_results_dirpath python_version ray_head_node_address results_dir skip_venv_if_present use_absolute_ip "
+    "uv_cache_dir uv_pip_set_python uv_venv_dir verbose".split()
 )
-"""Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers."""
+GYM_HTTP = ("global_aiohttp_", "gzip_responses_", "run_response_cache_", "uvicorn_")
+"""Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers, and beginnings of others."""
 ENDPOINT = ("_base_url", "_api_key", "_model_name")
 """Endings of names by which NeMo Gym's config files ask for the address of a judge."""
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
@@ -118,9 +118,6 @@ COPIES = ("_copy", "_delete_key", "_inherit_from")
 """Keys with which a server takes over another one's options."""
 
 _OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
-
-
-"""A setting, and what becomes of it here."""
 
 
 @dataclass
@@ -226,8 +223,7 @@ def _hand_on(found: Translation) -> None:
             found.set(".".join(written), setting, ".".join((*SERVERS, *written[2:])), found.value_of(".".join(key)))
             num_handed += starts
         elif written == key and not is_template_variable(key):
-            is_alike = setting.value in (None, {}) or written[2] in GYM_GLOBAL
-            notes = found.without_effect if is_alike else found.different
+            notes = found.without_effect if setting.value in (None, {}) or _is_global(written[2]) else found.different
             notes.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
     if num_handed:
         found.lines.append(f"env.nemo_gym: keys passed to NeMo Gym's servers: {num_handed}")
@@ -238,9 +234,13 @@ def is_gyms(key: Key, value: object) -> bool:
     if key[:2] != GYM or len(key) == 2 or key[2] in _OWN_OF_GYM:
         return False
     name, *rest = key[2:]
-    if name in GYM_GLOBAL or value in (None, {}):
+    if _is_global(name) or value in (None, {}):
         return True
     return rest[0] in (*KINDS, *COPIES) if rest else name.endswith(ENDPOINT)
+
+
+def _is_global(name: str) -> bool:
+    return name in GYM_GLOBAL or name.startswith(GYM_HTTP)
 
 
 def is_template_variable(key: Key) -> bool:
