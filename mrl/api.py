@@ -134,6 +134,9 @@ class Loop:
         self._awaited = name
         try:
             yield
+        except EOFError:
+            self.run.is_over = True
+            raise
         finally:
             self._awaited = ""
 
@@ -331,12 +334,19 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     listens = threading.current_thread() is threading.main_thread() and not LISTENER.is_listening
     if listens:
         LISTENER.listen()
-    training = rollouts.prepare(loaded)
-    folder, code, said = open_folder(training), FAILED, ""
+    try:
+        training = rollouts.prepare(loaded)
+        folder, code, said, must_exit = open_folder(training), FAILED, "", False
+    except BaseException:
+        if listens:
+            LISTENER.stop()
+        raise
     try:
         with folder:
             budget = Budget(loaded.checkpointing.must_save_by_s, started=started)
-            checkpoint, _ = find_start(training, folder)
+            checkpoint, is_complete = find_start(training, folder)
+            if is_complete:  # what the run was trained with stays
+                folder.write_config(folder.log_folder)
             async with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         (code, said), must_exit = ending(run, state), run.budget.is_over
@@ -346,7 +356,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     finally:
         folder.note_end(code, redact_text(said, loaded.facts.secrets))
         LISTENER.let_go()
-        if listens:
+        if listens and not must_exit:  # a second signal must not end an exit that other programs wait for
             LISTENER.stop()
     if code == DONE:
         logger.info("Step %d of %d is done; report: %s", state.step, training.num_steps, folder.path / "report.html")

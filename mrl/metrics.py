@@ -149,9 +149,13 @@ NUM_COMPONENTS = 4
 
 
 def shown_components(metrics: Mapping[str, float]) -> str:
-    """The mean of each component of the rewards, as in ` (near 0.33, length -0.01)`; "" if none, or too many."""
-    found = {match[1]: value for name, value in metrics.items() if (match := _COMPONENT.fullmatch(name))}
-    if not 0 < len(found) <= NUM_COMPONENTS:
+    """The mean of each component of the rewards, as in ` (near 0.33, length -0.01)`.
+
+    "" if there are none, too many, or two of one name, of different environments.
+    """
+    parts = [(match[1], value) for name, value in metrics.items() if (match := _COMPONENT.fullmatch(name))]
+    found = dict(parts)
+    if not 0 < len(found) == len(parts) <= NUM_COMPONENTS:
         return ""
     return f" ({', '.join(f'{name} {value:.2f}' for name, value in found.items())})"
 

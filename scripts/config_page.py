@@ -38,6 +38,11 @@ with `Only`.
 """
 
 
+def names_of(section: str) -> list[str]:
+    """The names of a section's keys."""
+    return [key.removeprefix(f"{section}.") for key in KEYS if key.startswith(f"{section}.")]
+
+
 def config_tables() -> str:
     """The table of docs/config.md: each section with the names of its keys. A section that repeats another names it."""
     rows: dict[str, list[str]] = {}
@@ -46,7 +51,8 @@ def config_tables() -> str:
         if each.same_as:
             rows[each.key] = [f"as in `{each.same_as}`"]
         elif each.default == f"${{data.default.{name}}}":
-            rows.setdefault(section, ["as in `data.default`"])
+            lacks = [f"`{key}`" for key in names_of("data.default") if f"{section}.{key}" not in KEYS]
+            rows.setdefault(section, ["as in `data.default`" + (f" without {' and '.join(lacks)}" if lacks else "")])
         else:
             rows.setdefault(section, []).append(f"`{name}`")
     lines = [f"| {f'`{section}`' if section else '–'} | {', '.join(names)} |" for section, names in rows.items()]

@@ -171,7 +171,8 @@ class Refitter:
         reports, changed = self._run_rounds(engines), set[Slot]()
         kill_point("refit")
         if witness is not None:
-            stored = {name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()}
+            tensors = stored_tensors(self.model)  # also those that are left out, in any dtype
+            stored = {name: DTYPES.get(tensor.dtype, tensor.dtype) for name, (_, tensor) in tensors.items()}
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
                     if before != after:

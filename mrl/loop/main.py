@@ -98,7 +98,9 @@ def said_of_complete(training: Training[Supplier], checkpoint: Checkpoint, chang
     """The line of an attempt that finds no step to make, and what would make more."""
     config = training.config
     has_all = checkpoint.step >= training.num_steps
-    way_on = f"{config.algorithm}.max_num_steps=N" if has_all else "grpo.stop_at_validation_threshold=X"
+    way_on = "grpo.stop_at_validation_threshold=X"
+    if has_all:
+        way_on = f"{config.algorithm}.max_num_steps=N, and {config.algorithm}.max_num_epochs=M if the rows end before"
     without_effect = f"; the changed keys have no effect: {', '.join(changes)}" if changes else ""
     step = f"step {checkpoint.step} of {training.num_steps}"
     return f"Already complete at {step}: {checkpoint.folder}{without_effect}; to go on: {way_on}"

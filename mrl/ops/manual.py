@@ -77,9 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def matching(name: str, known: Mapping[str, str]) -> list[str]:
-    """The manuals of a key, of the keys of a section, or else of all keys with `name` in theirs."""
+    """The manuals of a key, of a section's keys, of keys with `name` in theirs, or of what a key is part of."""
     section = [text for key, text in known.items() if key == name or key.startswith(f"{name}.")]
-    return section or [text for key, text in known.items() if name in key]
+    if found := section or [text for key, text in known.items() if name in key]:
+        return found
+    parts = name.split(".")
+    above = (".".join(parts[:size]) for size in range(len(parts) - 1, 0, -1))
+    return next(([known[key]] for key in above if key in known), [])
 
 
 def described(manual: Manual) -> str:

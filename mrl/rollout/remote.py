@@ -121,8 +121,10 @@ class RemoteAgent:
             ):
                 content = await read_answer(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            number = getattr(error, "errno", None) or 0  # none of a wait that ends, and below 0 of a name's look-up
-            said = f"Cannot connect: {os.strerror(number)}" if number > 0 else str(error)
+            # A wait that ends has no number, a name's look-up one below 0, and TLS one of OpenSSL.
+            number = getattr(error, "errno", None) or 0
+            is_plain = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
+            said = f"Cannot connect: {os.strerror(number)}" if is_plain else str(error)
             raise AgentUnreached(f"{self.url}: {said}") from error
         except aiohttp.ClientError as error:
             raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error

@@ -168,8 +168,7 @@ class RunFolder:
         for line in attempt_changes(self.path, self.config):
             logger.info("Config since the last attempt: %s", line)
         kill_point("start")
-        for folder in (self.path, self.log_folder):
-            write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
+        self.write_config(self.path, self.log_folder)
         write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
         if self._identity is not None:
             write_atomic(self.path / IDENTITY, json.dumps(self._identity, indent=1))
@@ -177,6 +176,11 @@ class RunFolder:
             within(WRITE_TIMEOUT_S, "write of quarantine", write_quarantine, left_out, self.path / "quarantine")
         spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
         self.next_metrics[ATTEMPT] = float(self.log_folder.name[4:])
+
+    def write_config(self, *folders: Path) -> None:
+        """Writes the resolved config into folders of the run."""
+        for folder in folders:
+            write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
 
     def note_end(self, code: int, text: str) -> None:
         """Writes the exit code of this attempt and how it ended for `mrl runs`, if its folder is still there."""

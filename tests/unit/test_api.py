@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import signal
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from mrl.api import check_sequences
 from mrl.exit_codes import DONE
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run, Step
-from mrl.signals import ENDED_EARLY
+from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.types import RunState, TrainSequence
 from tests.sources import ROOT
 from tests.unit.algo.groups import group
@@ -60,6 +62,16 @@ async def test_an_algorithm_without_rollouts_is_refused_by_name(algorithm: str, 
         async with api.start(f"{algorithm}_tiny.yaml", [f"checkpointing.checkpoint_dir={run_folder}"]):
             raise AssertionError("it has started")
     assert not run_folder.exists()
+
+
+@as_story
+async def test_a_refused_start_gives_signals_back(workplace: Path):
+    shutil.rmtree("prepared/tiny/model")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="policy.model_name=prepared/tiny/model"):
+        async with api.start("grpo_tiny.yaml"):
+            raise AssertionError("it has started")
+    assert not LISTENER.is_listening and signal.getsignal(signal.SIGINT) is before
 
 
 @as_story

@@ -21,11 +21,21 @@ def keys_of_the_table() -> set[str]:
     rows = re.findall(r"^\| (?:`([\w.]+)`|–) \| (.*) \|$", REFERENCE, re.MULTILINE)
     found = {".".join(filter(None, [section, name])) for section, row in rows for name in re.findall(r" ?`(\w+)`", row)}
     repeats = [(section, of) for section, row in rows for of in re.findall(r"as in `([\w.]+)`", row)]
-    return found | {key.replace(of, section, 1) for section, of in repeats for key in KEYS if key.startswith(f"{of}.")}
+    lacking = [
+        (section, lacks) for section, row in rows for lacks in re.findall(r" without ((?:`\w+`(?: and )?)+)", row)
+    ]
+    lacks = {
+        f"{section}.{name}" for section, names in lacking for name in re.findall(r"\w+", names.replace(" and ", " "))
+    }
+    repeated = {key.replace(of, section, 1) for section, of in repeats for key in KEYS if key.startswith(f"{of}.")}
+    return (found - lacks) | (repeated - lacks)
 
 
-def test_every_key_of_the_schema_is_on_the_page():
-    assert KEYS.keys() - keys_of_the_table() == set()
+def test_every_key_of_the_schema_is_on_the_page_and_no_other():
+    table = keys_of_the_table()
+    assert KEYS.keys() - table == set()
+    others = {key for key in table - KEYS.keys() if ".NAME" not in key and not key.startswith("teacher")}
+    assert others == set()
 
 
 def test_the_keys_to_set_exist():
@@ -43,6 +53,8 @@ def test_every_key_of_the_dialect_is_explained():
         ("grpo.oversample", ["grpo.oversample=1.0 (float, at least 1 and at most 2)", "Prompts under way"]),
         ("topk_logits", ["distillation.topk_logits_k=64", "At most the vocabulary."]),
         ("value.megatron_cfg", ["keys of policy.megatron_cfg"]),
+        ("value.megatron_cfg.optimizer.lr", ["keys of policy.megatron_cfg"]),
+        ("env.own.functions.mine", ["env.own.functions="]),
         ("policy.dtensor_cfg.lora_cfg.dim", ["(NeMo RL's)", "Here policy.megatron_cfg.peft.dim."]),
         ("policy.quant_cfg", ["Refused but at null: training with quantised weights"]),
     ],

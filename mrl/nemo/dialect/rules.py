@@ -267,10 +267,12 @@ def _choose_backend(found: Translation) -> None:
         found.differ(
             f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor"
         )
-    enabled = found.given(f"{LORA}.enabled")
-    has_lora = enabled is not None and found.value_of(f"{LORA}.enabled") is True
+    own = found.given(f"{MEGATRON}.peft.enabled")
+    switch = f"{MEGATRON}.peft.enabled" if found.given(f"{LORA}.enabled") is None else f"{LORA}.enabled"
+    has_lora = found.given(switch) is not None and found.value_of(switch) is True
     for source, target in SAME_VALUE.items():
-        if has_lora or not source.startswith(f"{LORA}."):
+        is_switch = source == f"{LORA}.enabled" and own is not None
+        if has_lora or is_switch or not source.startswith(f"{LORA}."):
             found.put_same(source, target)
     for key, setting in found.written.items():
         if key[:3] == (found.section, "dtensor_cfg", "env_vars") and setting.value != {}:

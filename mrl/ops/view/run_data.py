@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import statistics
@@ -325,13 +326,20 @@ def attempts_of(folder: Path) -> list[Path]:
 
 def changes_of_attempts(folder: Path, rows: Sequence[Row]) -> list[Json]:
     """Attempts with other values than the one before: name, first step (None: it has logged none), and what changed."""
-    configs = {int(path.name[4:]): flat(read_config(path / "config.yaml")) for path in attempts_of(folder)}
+    files = {int(path.name[4:]): path / "config.yaml" for path in attempts_of(folder)}
+    configs = {number: _flat_config(path, path.stat().st_mtime_ns) for number, path in files.items()}
     firsts = {int(number): int(row["step"] or 0) for row in reversed(rows) if (number := row.get(ATTEMPT)) is not None}
     return [
         {"name": f"attempt {number}", "step": firsts.get(number), "changes": changes}
         for (before, number) in pairwise(configs)
         if (changes := differences(configs[before], configs[number]))
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _flat_config(path: Path, mtime_ns: int) -> Json:
+    """The flat config of an attempt; another time of the last change is another file."""
+    return flat(read_config(path))
 
 
 def differences(one: Json, other: Json) -> list[str]:

@@ -26,7 +26,7 @@ from mrl.rollout import agents as agents_module
 from mrl.rollout import http_gate
 from mrl.rollout import remote as remote_module
 from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent, judged
-from mrl.rollout.remote import RemoteAgent
+from mrl.rollout.remote import AgentUnreached, RemoteAgent
 from mrl.types import Prompt
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S, SOON_S
@@ -344,6 +344,20 @@ def test_rollouts_that_wait_for_an_agent_are_counted_by_its_name(
     ((name, (count, reason)),) = running.run(wait()).items()
     assert (name, count) == ("agent absent", 7) and url in reason and "Cannot connect" in reason
     assert running.call(runner.waiting) == {}
+
+
+def test_a_fault_of_tls_is_told_as_such(running: Running):
+    """The run's own server speaks none."""
+
+    async def ask() -> None:
+        agent = RemoteAgent(running.url.replace("http:", "https:"))
+        try:
+            await agent.post({}, deadline_s=HANG_S)
+        finally:
+            await agent.close()
+
+    with pytest.raises(AgentUnreached, match="SSL"):
+        running.run(ask())
 
 
 GZIPPED = gzip.compress(b'{"reward": 0.5}')

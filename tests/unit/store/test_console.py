@@ -45,7 +45,9 @@ def test_lines_leave_out_a_kl_that_nobody_computes_and_have_the_components_of_re
     assert lines[1] == "[Reward]   mean=0.31, std=0.46, min=0.0, max=1.0 (near 0.33, length -0.01)"
     assert lines[2] == "[Train]    loss=0.042, grad_norm=1.23"
     many = {f"rollout/near/reward_{name}": 0.0 for name in "abcde"}
-    assert step_lines({**METRICS, **many}, num_prompts=32, num_generations=16)[1].endswith("max=1.0")
+    apart = {f"rollout/{name}/reward_near": 0.5 for name in "ab"}  # of two environments
+    for unsaid in (many, apart):
+        assert step_lines({**METRICS, **unsaid}, num_prompts=32, num_generations=16)[1].endswith("max=1.0")
 
 
 def test_a_mean_reward_says_over_how_many_rollouts_it_is_where_some_were_not_judged():

@@ -426,6 +426,12 @@ def test_keys_of_lora_that_is_off_are_one_line_without_effect(tmp_path: Path):
     assert "policy.dtensor_cfg.lora_cfg: 3 keys (alpha, dim, target_modules): LoRA is off" in said
 
 
+def test_keys_of_lora_speak_to_megatrons_switch(load: Callable[..., RunConfig]):
+    on, lora = "policy.megatron_cfg.peft.enabled=true", "policy.dtensor_cfg.lora_cfg"
+    assert not load("", on, f"{lora}.enabled=false").policy.megatron_cfg.peft.enabled
+    assert load("", on, f"{lora}.dim=16").policy.megatron_cfg.peft.dim == 16
+
+
 def test_two_backends_are_refused(refused: Callable[..., str]):
     said = refused("", "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true")
     assert "policy.dtensor_cfg.enabled=true (command line): policy.megatron_cfg.enabled is true, too" in said
