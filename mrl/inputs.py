@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from mrl.config.errors import ConfigError, Problem, told
 from mrl.config.model import is_hub_id
-from mrl.config.rules.data import is_agent
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent
 from mrl.config.schema.data import DatasetConfig
 from mrl.config.schema.env import BUILT_IN, FROM_VERIFIERS
 from mrl.config.schema.run import RunConfig
@@ -310,9 +310,12 @@ def _look_at_rows(
     if only_judge:
         return judged
     is_whole = len(chosen) == len(reader.files) and all(found.is_whole for found in excerpts.values())
+    is_told, default = False, config.data.default.env_name
+    if default not in (*environment_names(config.env), NEMO_GYM):  # of which a rule complains, once
+        is_told = left_out.without_environment.pop(default or "", 0) > 0
     refused, said = complaints(left_out, name, config.data, is_whole=is_whole)
     look.problems, look.doubts = [told(text, "data/rows") for text in refused], said
-    if is_whole and not ids and not refused:
+    if is_whole and not ids and not refused and not is_told:
         text = f"{name} has no rows" + (" that can be used" if left_out.num_rows else "")
         look.problems.append(told(text, "data/rows"))
     if config.has_engines:

@@ -180,6 +180,12 @@ def test_a_newcomer_s_mistake_is_said_before_anything_starts(workplace: Path, mi
     assert any(line.startswith(mistake.said) for line in groups[mistake.group]), groups
 
 
+def test_a_wrong_name_of_the_environment_of_all_rows_is_one_fault(workplace: Path):
+    checked = check.examine("grpo_tiny.yaml", ["data.default.env_name=maht"])
+    (refused,) = map(str, checked.refused)
+    assert refused.startswith("data.default.env_name=maht: no such environment; use math, the nearest of ")
+
+
 def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Path):
     """Model, tokenizer, data and algorithm of a run that has a checkpoint, each exchanged in turn."""
     sft = ["sft_tiny.yaml", f"data.train.data_path={TRAIN}", "data.validation=null", "checkpointing.checkpoint_dir=run"]
