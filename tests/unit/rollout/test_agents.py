@@ -354,7 +354,8 @@ def test_a_fault_of_tls_is_told_as_such(running: Running):
         try:
             await agent.post({}, deadline_s=HANG_S)
         finally:
-            await agent.close()
+            assert agent._client is not None
+            await agent._client.close()
 
     with pytest.raises(AgentUnreached, match="SSL"):
         running.run(ask())
