@@ -69,6 +69,14 @@ def test_a_step_of_a_model_whose_arithmetic_dominates_is_not_slower_than_trls_be
         assert number(row, "TRL / mrl") >= number(row, "at least"), row
 
 
+def test_a_step_that_takes_the_first_groups_does_not_wait_for_the_longest():
+    rows = bench("oversample")
+    assert [row["grpo.oversample"] for row in rows] == [1.0, 1.5, 2.0]
+    assert number(rows[-1], "times as fast") >= number(rows[-1], "at least"), rows[-1]
+    # The same tokens are trained.
+    assert len({row["mean tokens"] for row in rows}) == 1
+
+
 def test_shared_prefixes_are_faster_than_bare_megatron_on_whole_rows():
     rows = bench("prefix")
     assert [row["prompt : reply"] for row in rows] == ["1 : 1", "4 : 1", "16 : 1", "an agent's turns"]
