@@ -71,6 +71,7 @@ def rows(run_folder: Path) -> list[dict]:
             "rollout/kept_groups",
             "refit/drain_seconds",
             "train/buffer_size",
+            "logger/attempt",
         ),
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]

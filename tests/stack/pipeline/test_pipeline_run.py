@@ -67,9 +67,13 @@ def is_of_time(name: str) -> bool:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """Metrics of the steps that no clock and no count of refits since the start has a part in."""
+    """Metrics of the steps that no clock and no count of refits or attempts has a part in."""
     return [
-        {name: value for name, value in row.items() if not is_of_time(name) and name != "refit/weight_version"}
+        {
+            name: value
+            for name, value in row.items()
+            if not is_of_time(name) and name not in ("refit/weight_version", "logger/attempt")
+        }
         for row in rows(folder)
     ]
 
