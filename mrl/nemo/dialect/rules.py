@@ -267,18 +267,16 @@ def _choose_backend(found: Translation) -> None:
         found.differ(
             f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor"
         )
-    own = found.given(f"{MEGATRON}.peft.enabled")
-    switch = f"{MEGATRON}.peft.enabled" if found.given(f"{LORA}.enabled") is None else f"{LORA}.enabled"
+    own, theirs = f"{MEGATRON}.peft.enabled", f"{LORA}.enabled"
+    switch = own if found.given(theirs) is None else theirs
     has_lora = found.given(switch) is not None and found.value_of(switch) is True
     for source, target in SAME_VALUE.items():
-        is_switch = source == f"{LORA}.enabled" and own is not None
-        if has_lora or is_switch or not source.startswith(f"{LORA}."):
+        if has_lora or not source.startswith(f"{LORA}.") or (source == theirs and found.given(own) is not None):
             found.put_same(source, target)
     for key, setting in found.written.items():
         if key[:3] == (found.section, "dtensor_cfg", "env_vars") and setting.value != {}:
             found.put_same(".".join(key), ".".join((found.section, "megatron_cfg", *key[2:])))
-    # Megatron trains experts under tensor parallelism only with sequence parallelism, which changes no value: it
-    # follows the size.
+    # Megatron trains experts under tensor parallelism only with sequence parallelism, which follows the size.
     size_key = f"{DTENSOR}.tensor_parallel_size"
     parallel = found.given(f"{DTENSOR}.sequence_parallel") or found.given(size_key)
     if parallel is not None:
@@ -287,8 +285,8 @@ def _choose_backend(found: Translation) -> None:
     if has_lora:
         _lora(found)
     else:
-        off = [key for key in TRANSLATED if key.startswith(f"{LORA}.") and key != f"{LORA}.enabled"]
-        given = [(split_key(found.name(key)), found.given(key)) for key in sorted(off)]
+        off = sorted(key for key in TRANSLATED if key.startswith(f"{LORA}.") and key != theirs)
+        given = [(split_key(found.name(key)), found.given(key)) for key in off]
         found.without_effect += [(key, setting, "LoRA is off") for key, setting in given if setting is not None]
     _optimizer(found)
 
