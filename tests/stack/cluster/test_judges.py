@@ -58,6 +58,7 @@ def greedy(folder: Path) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+@pytest.mark.long("nodes")
 def test_rewards_ask_a_judge_on_its_own_node_which_comes_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     judge, folder, asked = save_model(tmp_path / "judge", "qwen3_moe"), tmp_path / "run", tmp_path / "asked.jsonl"
     tokenizer.save(judge, model_max_length=1280)

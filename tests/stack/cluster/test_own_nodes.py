@@ -41,7 +41,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["distillation", pytest.param("mopd", marks=pytest.mark.long("cluster"))])
+@pytest.mark.long("nodes")
+@pytest.mark.parametrize("name", ["distillation", "mopd"])
 def test_a_teacher_on_its_own_node_teaches_what_one_beside_the_policy_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -83,6 +84,7 @@ KL = [
 SAVED = ["checkpointing.save_period=1", "checkpointing.keep_top_k=null", "checkpointing.metric_name=null"]
 
 
+@pytest.mark.long("nodes")
 def test_a_reference_on_its_own_node_is_the_one_that_policy_ranks_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its rank is killed after step 1, and the resumed run ends as one whose policy rank keeps the reference."""
     prepare_tiny(TINY, seed=0)

@@ -164,6 +164,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     )
 
 
+@pytest.mark.long("nodes")
 def test_rewards_stay_on_the_node_without_slots_and_gpus_though_their_actor_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -21,7 +21,6 @@ from tests.stack.pipeline.test_pipeline_run import LAYOUT, numbers, rows, train
 ENGINE = "policy.generation.vllm_cfg"
 # A random model answers nothing right, and a coin teaches it all the same.
 COIN = ["++env.own.functions.coin=tests.long.coin:coin", "data.default.env_name=coin"]
-LONG = pytest.mark.long("model_folders")
 # The trainer cuts sinks, windows shorter than a row, and experts with biases over tp and ep; others over stages, too.
 LAYOUTS: dict[str, list[str]] = {
     "gpt_oss": [],
@@ -32,9 +31,8 @@ LAYOUTS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "model_type", ["gpt_oss", *(pytest.param(name, marks=LONG) for name in LAYOUTS if name != "gpt_oss")]
-)
+@pytest.mark.long("model_folders")
+@pytest.mark.parametrize("model_type", LAYOUTS)
 def test_a_family_trains_resumes_and_is_exported(tmp_path: Path, model_type: str):
     inputs = write_inputs(tmp_path)
     model, run = tmp_path / "model", tmp_path / "run"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from mrl.recipes.tiny import prepare_tiny
@@ -20,6 +21,7 @@ TINY = ROOT / "prepared" / "tiny"
 K = 6
 
 
+@pytest.mark.long("distillation")
 def test_a_teacher_scores_the_students_tokens_behind_its_own_prompt(tmp_path: Path):
     prepare_tiny(TINY, seed=0)
     pairs = [(a, b) for a in (12, 105, 7) for b in (34, 8)]

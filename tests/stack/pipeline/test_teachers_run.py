@@ -70,6 +70,7 @@ def test_a_loop_of_ones_own_trains_the_same(two_steps: Path, teacher: Path, tmp_
     assert numbers(tmp_path / "run") == numbers(two_steps)
 
 
+@pytest.mark.long("distillation")
 def test_two_teachers_judge_the_tokens_of_their_rows(two_steps: Path):
     first, second = rows(two_steps)
     # What the student draws is likelier to itself.
