@@ -88,7 +88,9 @@ CASES = {
 """Tokens that a rollout has between two kills, about, and settings."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["one turn", *(pytest.param(name, marks=pytest.mark.long("kills")) for name in CASES if name != "one turn")]
+)
 def test_unfinished_rollouts_survive_two_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str):
     monkeypatch.setenv("MRL_CACHE", str(tmp_path / "cache"))
     inputs, (length, keys) = write_inputs(tmp_path), CASES[case]
