@@ -37,6 +37,8 @@ table here.
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+_ONLY_IN_CODE = {"kimi_k2": "deepseek_v3"}
+"""Names that only the Python code of published folders knows -> the family that the model is."""
 
 # transformers' default, whatever the hidden size.
 _QWEN3_HEAD_DIM = 128
@@ -162,6 +164,11 @@ def family(hf_config: HfConfig) -> Family:
             f"config.json: model_type={model_type!r} is a text model with a vision tower, which mrl does not train; "
             "save the text model alone: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained("
             "NEW_FOLDER, save_original_format=False), and its tokenizer"
+        )
+    if model_type in _ONLY_IN_CODE:
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is a name for {_ONLY_IN_CODE[model_type]!r} that transformers "
+            f"does not know, and mrl runs no code of a model's folder; write {_ONLY_IN_CODE[model_type]!r}"
         )
     found = FAMILIES.get(str(model_type)) or installed_family(str(model_type))
     if found is None:

@@ -120,6 +120,8 @@ def test_engine_expert_parallelism_is_none_or_of_whole_groups():
 def test_an_unknown_model_type_is_refused():
     with pytest.raises(ValueError, match=r"model_type='bert' is not supported; use one of \['deepseek_v3', "):
         family({"model_type": "bert"})
+    with pytest.raises(ValueError, match=r"model_type='kimi_k2' is a name for 'deepseek_v3' .*; write 'deepseek_v3'"):
+        family({"model_type": "kimi_k2"})
 
 
 def test_the_proof_covers_every_family():
