@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mrl.cluster.daemons import obstacles_of
+from mrl.config.command_line import add_config, needed_config
 from mrl.config.errors import ConfigError, NotKnown, Problem, told
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
@@ -35,7 +36,7 @@ from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.hardware import GPUS, Gpu, full_name, local_gpu, local_memory
 from mrl.plan.plan import prediction
-from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, checkpoints_text, find_lost_run
+from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, checkpoints_text, find_lost_run, is_run_folder
 from mrl.store.marks import STEP_FOLDER
 from mrl.store.run_files import ABOUT
 
@@ -63,10 +64,7 @@ NEMO_RL_SCRIPT = re.compile(r"(?:^|/)run_\w+\.py$")
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides."""
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
-    )
-    parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
+    add_config(parser)
     parser.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects"
     )
@@ -74,9 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.secrets = start_logging(
         "plain" if options.check else options.log_format, sys.stderr if options.json else None
     )
-    options.name = options.config or (options.words.pop(0) if options.words else None)
-    if options.name is None:
-        parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
+    options.name, options.words = needed_config(parser, options)
     return options
 
 
@@ -86,11 +82,15 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m mrl.evaluate", description="Ask a model held-out prompts and judge its answers."
     )
     words = "a config, a run folder, a step_N folder or a model, then overrides"
-    parser.add_argument("words", nargs="+", metavar="CONFIG|DIR|a.b=c", help=words)
+    parser.add_argument("words", nargs="*", metavar="CONFIG|DIR|a.b=c", help=words)
     parser.add_argument(
-        "--config", help="for a folder: the config that says how it is asked (default: that of the run)"
+        "--config", help="the config; with a folder, that which says how it is asked (default: that of the run)"
     )
     options = _parse(parser, arguments)
+    if options.config is not None and (not options.words or "=" in options.words[0]):
+        options.words, options.config = [options.config, *options.words], None
+    if not options.words:
+        parser.error("which model? e.g. python -m mrl.evaluate results/grpo_tiny")
     options.secrets = start_logging("plain" if options.check else "text", sys.stderr if options.json else None)
     return options
 
@@ -374,8 +374,9 @@ def find_target(name: str, config: str | None) -> Target:
                 f"{name} is a model; name with --config the config whose data, environments and sampling to use"
             )
         return Target(config, folder.resolve().name, model=folder.resolve())
-    run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
-    if not (run / RUN_CONFIG).is_file():
+    run = folder if is_run_folder(folder) else folder.resolve().parent
+    found = next((place / RUN_CONFIG for place in (folder, run) if (place / RUN_CONFIG).is_file()), None)
+    if found is None:
         raise ValueError(
             f"{name} is no run folder ({RUN_CONFIG}), none of its checkpoints, and no Hugging Face folder (config.json)"
         )
@@ -385,7 +386,7 @@ def find_target(name: str, config: str | None) -> Target:
         if newest is None:
             raise ValueError(f"{name} has no complete checkpoint yet; give the model's folder instead")
         checkpoint = newest.folder
-    return Target(config or str(run / RUN_CONFIG), f"{run.resolve().name}-{checkpoint.name}", checkpoint=checkpoint)
+    return Target(config or str(found), f"{run.resolve().name}-{checkpoint.name}", checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mrl import env
 from mrl.config.model import model_folder
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, spell_bytes
-from mrl.store.checkpoints import RUN_CONFIG, checkpoints_text
+from mrl.store.checkpoints import checkpoints_text, is_run_folder
 from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,19 @@ _TO_MCORE, _TO_HF, _ADAPTERS = "hf-to-mcore", "mcore-to-hf", "adapters"
 MAX_ALIKE = 3
 _NUMBER = re.compile(r"\b\d[\w.+-]*")
 KEY_LENGTH = 12
+NEMO_RLS = ("--config", "--megatron-ckpt-path", "--hf-ckpt-path", "--dcp-ckpt-path")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 1 if folders differ or one is damaged; 2 with one message if the input is at fault."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    if found := [word for word in words if word.partition("=")[0] in NEMO_RLS]:
+        parser.error(
+            f"{found[0]}: an option of NeMo RL's converters; write mcore-to-hf --mcore RUN/step_N --out OUT, "
+            "which needs no config (of checkpoints that Megatron has written; DTensor's are not read)"
+        )
+    options = parser.parse_args(words)
     start_logging()
     try:
         return _run(options)
@@ -74,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
             faults_against_manifest(options.folder),
             f"{options.folder} is what its manifest says: every file and every tensor",
         )
-    if options.command in (_ADAPTERS, _TO_HF) and (options.mcore / RUN_CONFIG).is_file():
+    if options.command in (_ADAPTERS, _TO_HF) and is_run_folder(options.mcore):
         raise ValueError(f"--mcore {options.mcore} is a run folder; {checkpoints_text(options.mcore)}")
     started = time.monotonic()
     progress = bar_progress(options.command, sys.stderr) if sys.stderr.isatty() else log_progress(options.command)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mrl import env
 from mrl.check import examine
+from mrl.config.command_line import add_config, needed_config
 from mrl.config.files import find_config
 from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.model import with_cached_folders
@@ -339,7 +340,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     on_slurm = _runs(commands, "slurm", "a job of scripts/ray.sub", launch_slurm)
-    on_slurm.set_defaults(name=None)
+    further = "; sbatch reads its other options from variables: SBATCH_QOS=high python -m mrl.launch slurm ..."
+    on_slurm.set_defaults(name=None, of_others=further)
     on_slurm.add_argument("--account")
     on_slurm.add_argument("--partition")
     on_slurm.add_argument(
@@ -388,12 +390,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs"
     )
     waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS")
-    waiting.set_defaults(run=wait)
+    waiting.set_defaults(run=wait, of_others="")
     options, behind = parser.parse_known_args(arguments)
-    if wrong := [word for word in behind if word.startswith("-") or "overrides" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if behind:  # argparse has closed the list of overrides at the first option
-        options.overrides = [*options.overrides, *behind]
+    if wrong := [word for word in behind if word.startswith("-") or "words" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{options.of_others}")
+    if "words" in options:  # argparse has closed the list of words at the first option
+        options.words = [*options.words, *behind]
+        options.config, options.overrides = needed_config(parser, options)
+        del options.words
     return options
 
 
@@ -406,10 +410,9 @@ def _runs(
     can_submit: bool = True,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=what, description=f"Prints {what} that runs a config.")
-    parser.add_argument("config", help="config file (a path, or a packaged name)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings in place of the config's")
+    add_config(parser)
     parser.add_argument("--name", default="mrl", help="of the job (default: mrl; on Slurm, after the run folder)")
-    parser.set_defaults(submit=False)
+    parser.set_defaults(submit=False, of_others="")
     if can_submit:
         parser.add_argument("--submit", action="store_true", help="send it, after printing it")
     parser.set_defaults(run=functools.partial(_run_checked, run))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
+from mrl.config.command_line import add_config, needed_config
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
@@ -43,9 +44,7 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mrl.plan", description="Predict memory, bytes and time of a run.")
-    parser.add_argument(
-        "words", nargs="+", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
-    )
+    add_config(parser)
     parser.add_argument(
         "--gpu", type=full_name, choices=GPUS, default="h100-80g", help="the GPU of all nodes (default: %(default)s)"
     )
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
     options = parser.parse_intermixed_args(arguments)
+    name, overrides = needed_config(parser, options)
     secrets = start_logging(stream=sys.stderr if options.json else sys.stdout)
-    name, *overrides = options.words
     try:
         return _plan(name, overrides, options, secrets)
     except ConfigError as error:

@@ -272,6 +272,11 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Tells a run folder, with its config, from a checkpoint: NeMo RL's hold their config too."""
+    return (folder / RUN_CONFIG).is_file() and not (folder / MODEL_FOLDERS["policy"]).is_dir()
+
+
 def checkpoints_text(folder: Path) -> str:
     """A line that names the checkpoints of a run folder, to choose from."""
     names = ", ".join(str(found.folder) for found in checkpoints_in(folder))

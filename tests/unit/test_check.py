@@ -300,6 +300,9 @@ def test_an_evaluation_is_told_of_what_it_asks_alone(capsys: pytest.CaptureFixtu
     assert "prepared/tiny/model, bfloat16: " in output and "packed into rows" not in output
     assert evaluate.main([*words[:-1], "data.dataset_name=https://example.org/rows.csv"]) == 2
     assert "mrl reads no rows from an address; download the file" in capsys.readouterr().out
+    # As in NeMo RL, `--config` may name the evaluation itself.
+    assert evaluate.main(["--config", *words[:-1], "data.dataset_name=math"]) == 2
+    assert "mrl knows the keys of dataset_name=math, and no place of its rows" in capsys.readouterr().out
 
 
 def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.CaptureFixture[str], workplace: Path):

@@ -18,6 +18,7 @@ from conversion.families.registry import family
 from conversion.files.manifest import read_manifest
 from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
+from mrl.check import find_target
 from mrl.config.model import model_folder
 from mrl.convert import _report, main, size_in_bytes
 from tests.tiny import TINY_CONFIG as TINY
@@ -68,6 +69,20 @@ def test_a_run_folder_is_refused_with_its_checkpoints(tmp_path: Path, capsys: py
         assert main([command, "--mcore", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     said = f"--mcore {tmp_path} is a run folder; give one of its checkpoints: {tmp_path / 'step_3'}"
     assert capsys.readouterr().out.splitlines() == [said, said]
+
+
+def test_a_checkpoint_of_nemo_rl_holds_its_config_and_is_no_run_folder(mcore_folder: Path, tmp_path: Path):
+    step = as_step(mcore_folder, tmp_path / "step_9")
+    (step / "config.yaml").write_text("grpo: {num_prompts_per_step: 4}\n")
+    assert main(["mcore-to-hf", "--mcore", str(step), "--out", str(tmp_path / "out")]) == 0
+    found = find_target(str(step), None)
+    assert (found.config, found.checkpoint) == (str(step / "config.yaml"), step)
+
+
+def test_options_of_nemo_rls_converters_have_a_way_out(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", "step_9/config.yaml", "--megatron-ckpt-path", "a", "--hf-ckpt-path", "b"])
+    assert ended.value.code == 2 and "write mcore-to-hf --mcore RUN/step_N --out OUT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("inside", ["", "policy/weights", "policy/weights/iter_0000000"])

@@ -288,6 +288,9 @@ def _check_dataset(
         )
     elif path is None and known_dataset(name).hub_id is None:
         problem = is_required(f"{key}.data_path")
+        if name is not None:
+            rule = f"{problem.key} is required: mrl knows the keys of dataset_name={name}, and no place of its rows"
+            problem = replace(problem, rule=rule)
         # A file that writes null leaves the path to its launcher, as it does the model.
         is_left = not origins.get(problem.key, COMMAND_LINE).startswith(COMMAND_LINE)
         problems.extend([replace(problem, kind="to be provided") if is_left else problem])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env, lacking
+from mrl.config.command_line import add_config, take_config
 from mrl.config.secrets import redact_text, start_logging
 from mrl.ops.doctor.findings import Finding, as_json, has_problem, merge_nodes, table
 from mrl.ops.doctor.host import judge_machine
@@ -99,9 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mrl.doctor", description="Says whether this host or cluster is fit for a run."
     )
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides"
-    )
+    add_config(parser)
     parser.add_argument(
         "--refit",
         action="store_true",
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_intermixed_args(arguments)
-    options.config, options.overrides = (options.words or [None])[0], options.words[1:]
+    options.config, options.overrides = take_config(options)
     if options.refit and options.config is None:
         parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
     if options.refit and options.json:

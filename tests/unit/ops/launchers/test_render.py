@@ -391,7 +391,13 @@ def test_overrides_may_follow_options_and_nodes_get_the_python_that_launches(cap
     assert f"export VENV={sys.prefix}\n" in script
     with pytest.raises(SystemExit) as ended:
         main(["slurm", *TINY, "--bogus", "grpo.seed=7"])
-    assert ended.value.code == 2 and "unrecognized arguments: --bogus" in capsys.readouterr().err
+    assert ended.value.code == 2 and "unrecognized arguments: --bogus; sbatch reads" in capsys.readouterr().err
+    assert (
+        printed(
+            capsys, "slurm", "--config", *TINY[:1], "--time", "1:00:00", "--partition=batch", *TINY[1:], "grpo.seed=7"
+        )
+        == script
+    )
 
 
 def test_a_container_has_a_python_of_its_own(capsys: pytest.CaptureFixture[str]):
