@@ -397,7 +397,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "words" in options:  # argparse has closed the list of words at the first option
         options.words = [*options.words, *behind]
         options.config, options.overrides = needed_config(parser, options)
-        del options.words
+        options.words = []
     return options
 
 
