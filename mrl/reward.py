@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.reward MODULE:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
+"""`python -m mrl.reward MODULE:FUNCTION ROWS.jsonl [--replies FILE] [--config CONFIG] [a.b=c ...]`: runs your reward
+function on rows.
 
 It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged
 twice, by its own answer and by an empty text. What the function prints stands above the table; below it stand the
@@ -54,9 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a reply for each row, line by line: texts, or in a .jsonl texts or {'response': text}",
     )
     parser.add_argument(
+        "--config",
+        default="grpo_tiny.yaml",
+        metavar="CONFIG",
+        help="the config of your run, whose keys of rows and of env hold here, too (default: %(default)s)",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="a.b=c", help="keys of the config: env.own.allow, data.default.input_key ..."
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     start_logging(stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING)
     try:
@@ -73,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "data.validation=null",
             f"data.default.env_name={NAME}",
         ]
-        config = load_config("grpo_tiny.yaml", [*data, f"++env.own.functions.{NAME}={path}", *options.overrides])
+        config = load_config(options.config, [*data, f"++env.own.functions.{NAME}={path}", *options.overrides])
         rows, num_rows, idle = _rows(config)
         named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:

@@ -137,9 +137,18 @@ def test_rows_without_answers_are_said(folder: Path, capfd: pytest.CaptureFixtur
     Path("rows.jsonl").write_text('{"question": "2+3=", "solution": "5"}\n')
     assert run(folder, "lengthy") == 0
     assert "Only empty replies were judged, as no row has an answer" in capfd.readouterr().out
-    assert run(folder, "lengthy", "data.train.output_key=solution") == 0
-    said = capfd.readouterr().out
-    assert "rows:1  5 " in said and "Only empty replies" not in said
+    Path("mine.yaml").write_text("defaults: grpo_tiny.yaml\ndata: {default: {output_key: solution}}\n")
+    Path("replies.txt").write_text("5\n")
+    # Overrides may follow options.
+    further = (
+        ["--config=mine.yaml"],
+        ["data.train.output_key=solution"],
+        ["--replies=replies.txt", "env.own.timeout_s=9"],
+    )
+    for words in further:
+        assert run(folder, "lengthy", *words) == 0
+        said = capfd.readouterr().out
+        assert "rows:1  5 " in said and "Only empty replies" not in said
 
 
 def test_a_column_that_a_key_names_as_the_answer_is_a_column_of_the_reward_too(
