@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conversion.families.registry import FAMILIES
 from mrl.config.model import ModelSizes
 from mrl.plan.activations import FP32, RECOMPUTED, Row, part_bytes
 from mrl.plan.facts import PlanModel, read_model, state_rules
@@ -22,6 +23,7 @@ from tests.stack.policy import critic_ranks, phase_ranks, policy_ranks
 from tests.stack.policy.critic_ranks import ppo_config
 from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
+from tests.unit.plan.conftest import published
 
 # As a run's, so that padding between tensors does not weigh.
 WIDER: dict[str, Any] = dict(
@@ -64,17 +66,20 @@ def test_parameters_are_those_of_models_on_the_meta_device(name: str, is_changed
     assert PlanModel(config).num_parameters == meta_elements(hf_config)
 
 
-MODELS = ROOT / "scripts/bench/models"
-PUBLISHED = {path.name.removesuffix(".config.json"): path for path in sorted(MODELS.glob("*.config.json"))}
-GPT_OSS = ("openai/gpt-oss-20b", "openai/gpt-oss-120b")
+# mixtral's and qwen3_5_text's defaults are those of Mixtral-8x7B and Qwen3.5-9B.
+PUBLISHED: dict[str, dict[str, object]] = published() | {
+    name: AutoConfig.for_model(name).to_dict() for name in ("mixtral", "qwen3_5_text")
+}
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *GPT_OSS])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models_are_those_on_the_meta_device(name: str):
-    groups = json.loads((MODELS / "hub.json").read_text())
-    of_hub = {model: group["config"] for group in groups for model in group["ids"]}
-    hf_config = json.loads(PUBLISHED[name].read_text()) if name in PUBLISHED else of_hub[name]
-    assert PlanModel(hf_config).num_parameters == meta_elements(hf_config)
+    config = PUBLISHED[name] | {"num_nextn_predict_layers": 0}  # transformers has no such layers
+    assert PlanModel(config).num_parameters == meta_elements(config)
+
+
+def test_every_family_has_a_published_model():
+    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

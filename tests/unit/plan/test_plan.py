@@ -72,6 +72,10 @@ HUB = {name: group["config"] for group in _GROUPS for name in group["ids"]}
         # arXiv:2508.10925, table 1, counts the output alone.
         ("openai/gpt-oss-20b", 20.91, 3.61, 1),
         ("openai/gpt-oss-120b", 116.83, 5.13, 1),
+        # README_WEIGHTS.md of DeepSeek V3 counts the output alone.
+        ("deepseek-ai/DeepSeek-V3", 671, 36.6, 1),
+        # arXiv:2502.16982, table 4, counts neither, nor in the total of 15.29.
+        ("moonshotai/Moonlight-16B-A3B-Instruct", 15.29 + 0.67, 2.24, 0),
     ],
 )
 def test_a_token_meets_the_published_number_of_active_parameters(
