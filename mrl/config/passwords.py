@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passwords and codes that a text says behind their name: `PASSWORD x`, `my pin is x`, `passphrase "a b c d"`."""
+"""Passwords and codes that a text says behind their name: `PASSWORD x`, `my pin is x`, `passphrase "a b c d"`; or at
+their place in a command or a line: `mysql -px`, `host:5432:db:user:x`.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,27 @@ _NOTHING = re.compile(
 """A value that is no secret: a number with its unit, a call, an index or a type of code; more than three words are a
 sentence.
 """
+_WORDS_OF_COMMAND = r"\s(?:[^\s|;&]{1,80}\s){0,9}?"
+_PLACED = re.compile(
+    # A program, and the option that takes a password.
+    rf"\b(?:(?:7z[ar]?|(?:un)?rar){_WORDS_OF_COMMAND}-p|"
+    rf"mongo[a-z]{{0,9}}{_WORDS_OF_COMMAND}-p\s|ldap[a-z]{{3,9}}{_WORDS_OF_COMMAND}-[wy]\s?|"
+    rf"(?:un)?zip{_WORDS_OF_COMMAND}-P\s?|smb[a-z]{{3,9}}{_WORDS_OF_COMMAND}-U\s?[^\s%]{{1,60}}%|"
+    rf"htpasswd{_WORDS_OF_COMMAND}-[A-Za-z]{{0,4}}b[A-Za-z]{{0,4}}\s\S{{1,80}}\s\S{{1,80}}\s)"
+    r"['\"]?(?P<option>[^\s'\"]{3,})|"
+    r"\becho\s['\"]?(?P<piped>[^\s'\"|]{3,})(?=['\"]?\s?\|\s?sudo\s(?:-\w\s)?-S)|"
+    # A line of .pgpass. Neither `file.py:1234:a:b:c`, `step:1000:train:loss:0.5` nor an IPv6 address.
+    r"(?<![\w./:*-])(?!\S*\.(?:py|log|txt|ya?ml|jsonl?|md|sh|cpp|cu|h):)(?![\dA-Fa-f:]+(?:[^\w.*-]|$))"
+    r"[\w.*-]{1,100}:(?:\d{4,5}|\*):[^\s:]{1,64}:[A-Za-z_*][\w.@*-]{0,63}:(?!-?[\d.]+(?:e-?\d+)?(?:[\s,;)\]}]|$))(?P<line>\S{4,})|"
+    r"\b(?:PIN|Pin|pin|T?OTP|PUK|CVV|[2M]FA)(?P<digits>\d{4,8})\b|\bPrivate-MAC:\s?(?P<mac>[\da-f]{40,64})"
+)
+"""A password or code that is the end of the match."""
 _KEYWORDS = re.compile(rf"{_PASSWORD}|{_PHRASE}|pw|pass|otp|pin|[2m]fa|code|{_WEAK}", re.IGNORECASE)
 
 
 def without_passwords(text: str, instead: str) -> str:
     """`text` with `instead` in place of each value that it says behind the name of a password, a code or a phrase."""
+    text = _PLACED.sub(lambda found: found[0][: found.start(found.lastindex or 0) - found.start()] + instead, text)
     text = _without_settings(text, instead)
     if _KEYWORDS.search(text) is None:
         return text

@@ -87,7 +87,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"((?:^|\s)--[\w-]{0,40}(?:password|passwd|passphrase|token|secret|api-?key)\s|\blogin\s\S{1,80}\spassword\s|"
-            r"\bsshpass\s-p\s?|\b(?:docker\slogin|redis-cli|mysql\w{0,9})\s(?:\S{1,60}\s){0,9}?-[pa]\s?|"
+            r"\bsshpass\s-p\s?|\b(?:docker\slogin|redis-cli|mysql\w{0,9}|mariadb[\w-]{0,9})\s(?:[^\s;|&]{1,60}\s){0,9}?-[pa]\s?|"
             r"\b(?:password|passwd|passphrase)(?::\s|\sis\s(?=\S*\d))|\bcurl\s(?:-\S{1,40}\s){0,9}(?:-u|--user)\s|(?<![a-z])api_?key\s(?=\S*\d))"
             r"(?!-|[\d.]+(?:\s|$))\S{5,}",
             re.IGNORECASE,

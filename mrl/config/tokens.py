@@ -40,7 +40,7 @@ _FURTHER = re.compile(
     # Salted hashes of passwords, which can be tried at home.
     r"\$(?:2[aby]\$\d\d\$[./\w]{53}|(?:apr1|[156y]|argon2\w{1,2})\$[^\s:]{20,})|"
     r"(?<=-----BEGIN PGP PRIVATE KEY BLOCK-----)[^-]{1,99999}(?<!\n)|"
-    r"(?<=Private-Lines: )\d+(?:\s[\w+/=]{1,99}){1,99}(?=\s)|"
+    r"(?<=Private-Lines:)\s?\d+(?:(?:\s|\\[rn]){1,4}[A-Za-z\d+/=]{1,99}(?=[\s'\"\\]|\Z)){1,99}|"
     r"(?<=/bot/v2/hook/)[\w-]{8,}|(?<=\.anaconda\.org/t/)[^/\s]{8,}|(?<=netrc file: )[\da-f]{40}|(?<=\bbindpw )\S+"
 )
 """Tokens of which gitleaks has no rule, or one that asks for the service's name beside them."""

@@ -112,6 +112,7 @@ async def run_attempt(train: Train, training: Training[Supplier], folder: RunFol
     last_step = training.num_steps
     if checkpoint is not None and is_complete:
         folder.resume_from(checkpoint)
+        folder.note_complete()
         drop_log_folder(folder.path, folder.log_folder)
         logger.info("%s", said_of_complete(training, checkpoint, attempt_changes(folder.path, training.config)))
         return True

@@ -22,7 +22,6 @@ from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
 from mrl.ops.view.run_data import (
     about_lines,
-    attempts_of,
     checkpoints_of,
     differences,
     owner_state,
@@ -34,7 +33,7 @@ from mrl.store.advisories import advisories, facts_of, number
 from mrl.store.checkpoints import LEDGER
 from mrl.store.ledger import LedgerState, apply_event
 from mrl.store.loggers.sink import flat
-from mrl.store.run_files import ENDED, METRIC_KEYS, METRICS, Json, Row, read_rows, setting
+from mrl.store.run_files import ENDED, METRIC_KEYS, METRICS, Json, Row, attempts_of, read_rows, setting
 
 RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """Metrics of a run's result; the first that it has counts."""

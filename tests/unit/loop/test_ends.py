@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
+import re
 import shutil
-import time
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +18,14 @@ import pytest
 
 from conversion.files.manifest import WriteReport
 from mrl import check
+from mrl.config.schema.run import RunConfig
 from mrl.loop import main as entry
-from mrl.loop.run import Budget
 from mrl.loop.signal_watch import MaskTally
+from mrl.ops import runs
+from mrl.store.checkpoints import Checkpoint
 from mrl.store.run_folder import RunFolder
 from mrl.train import train
+from mrl.types import RunState
 from tests.unit.algo.groups import group
 from tests.unit.loop.test_saving import Attempt
 from tests.unit.store.test_run_folder import config
@@ -33,11 +35,16 @@ pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.fixture
-def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs the entry with another attempt; returns its exit code."""
+def settings(tmp_path: Path) -> RunConfig:
     (tmp_path / "model").mkdir()
     settings = config(tmp_path)
     settings.checkpointing.metric_name, settings.checkpointing.save_period = None, 1
+    return settings
+
+
+@pytest.fixture
+def ends(settings: RunConfig, monkeypatch: pytest.MonkeyPatch):
+    """Runs the entry with another attempt; returns its exit code."""
 
     def open_folder(_: object) -> RunFolder:
         folder = RunFolder(settings)
@@ -179,26 +186,105 @@ def test_a_full_disk_whose_error_names_no_file_is_named_by_the_run_folder(
         assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
 
 
-def test_a_start_of_a_complete_run_with_other_keys_leaves_what_describes_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "model").mkdir()
-    settings, identity = config(tmp_path), {"model": {}, "tokenizer": {}, "data": {"rows": "a"}}
-    settings.checkpointing.metric_name, settings.checkpointing.save_period = None, 1
+def start(
+    settings: RunConfig,
+    num_steps: int,
+    identity: dict[str, dict[str, str]] | None = None,
+    *,
+    error: Exception | None = None,
+) -> int:
+    """Exit code of an attempt, which makes one step, if there is one to make, and fails with `error` behind it."""
+    training = SimpleNamespace(config=settings, num_steps=num_steps, left_out=[])
 
-    def start(num_steps: int, identity: dict[str, dict[str, str]]) -> bool:
+    def open_folder(_: object) -> RunFolder:
         folder = RunFolder(settings, identity)
-        training = SimpleNamespace(config=settings, num_steps=num_steps, left_out=[])
         folder.open()
-        with folder:
-            checkpoint, is_complete = entry.find_start(cast(Any, training), folder)
-            if is_complete:
-                budget = Budget(None, started=time.monotonic())
-                return asyncio.run(entry.run_attempt(train, cast(Any, training), folder, budget))
-            now = Attempt(folder)
-            state = now.saver.load(checkpoint, last_step=num_steps)
-            now.saver.save_last(now.train(state.step + 1))
-        return False
+        return folder
+
+    @asynccontextmanager
+    async def start_run(_training: object, folder: RunFolder, checkpoint: Checkpoint | None, _budget: object):
+        now = Attempt(folder)
+        state = now.saver.load(checkpoint, last_step=num_steps)
+        yield SimpleNamespace(now=now, is_done=lambda state: state.step == num_steps), state
+
+    async def train_one(run: Any, state: RunState) -> None:
+        state.step += 1
+        run.now.saver.save_last(run.now.train(state.step))
+        if error is not None:
+            raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "start_logging", lambda *_: set())
+        patch.setattr(entry, "prepare", lambda _: training)
+        patch.setattr(entry, "open_folder", open_folder)
+        patch.setattr(entry, "start_run", start_run)
+        return entry.main(train_one, ["grpo_tiny.yaml"])
+
+
+def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """State of a run, and the end of each attempt, as `mrl runs` has them."""
+    capsys.readouterr()
+    assert runs.main([str(folder)]) == 0
+    state = re.split(r"\s{2,}", capsys.readouterr().out.splitlines()[1])[1]
+    assert runs.main(["show", str(folder)]) == 0
+    attempts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attempt ")]
+    return state, [line.partition("; ")[2] for line in attempts]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_that_failed_behind_its_last_checkpoint_is_finished_when_a_start_finds_no_step(
+    settings: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_killed: bool
+):
+    failed = "ended with exit code 1, this attempt failed, or learned nothing for several steps"
+    assert start(settings, 2) == 75
+    assert start(settings, 2, error=TimeoutError("a logger does not answer")) == 1
+    state, ends = listed(tmp_path / "run", capsys)
+    assert state == "ended, code 1" and ends[1].startswith(failed)
+    if is_killed:
+        (tmp_path / "run/logs/exp_002/ended.json").unlink()
+    for _ in range(2):
+        assert start(settings, 2) == 0
+        state, ends = listed(tmp_path / "run", capsys)
+        own = "without a word" if is_killed else "with exit code 1: The attempt ended: a logger does not answer. Logs"
+        said = "ended with exit code 0, done: A later start found the run complete; this attempt had ended "
+        assert state == "finished" and len(ends) == 2 and ends[1].startswith(said + own), ends
+    # With more steps it is a run like others.
+    assert start(settings, 4) == 75
+    assert listed(tmp_path / "run", capsys)[0] == "ended, code 75"
+    assert start(settings, 4) == 0
+    assert listed(tmp_path / "run", capsys)[0] == "finished"
+
+
+def test_an_attempt_that_is_refused_before_it_trains_is_listed_with_its_reason(
+    settings: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    assert start(settings, 1) == 0
+    before = (folder / "config.yaml").read_text()
+    settings.grpo.num_generations_per_prompt = 8
+    shard = next(folder.rglob("*.distcp"))
+    content = shard.read_bytes()
+    shard.write_bytes(b"x" * len(content))
+    for _ in range(2):  # the second finds it set aside, before it has a folder
+        assert start(settings, 1) == 2
+        state, ends = listed(folder, capsys)
+        assert state == "ended, code 2" and len(ends) == 2 and "none of its checkpoints is whole" in ends[1], ends
+        assert runs.main(["show", str(folder)]) == 0
+        assert "  grpo.num_generations_per_prompt: 16 -> 8" in capsys.readouterr().out
+    assert (folder / "config.yaml").read_text() == before
+    (folder / "damaged_step_1").rename(folder / "step_1")
+    shard.write_bytes(content)
+    assert start(settings, 1) == 0
+    state, ends = listed(folder, capsys)
+    assert state == "finished" and len(ends) == 2 and "with exit code 2: " in ends[1], ends
+    assert start(settings, 2) == 0
+    assert len(listed(folder, capsys)[1]) == 3
+
+
+def test_a_start_of_a_complete_run_with_other_keys_leaves_what_describes_the_run(
+    settings: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    identity = {"model": {}, "tokenizer": {}, "data": {"rows": "a"}}
 
     def described() -> dict[str, str]:
         names = ("config.yaml", "about.json", "identity.json")
@@ -206,15 +292,15 @@ def test_a_start_of_a_complete_run_with_other_keys_leaves_what_describes_the_run
         return texts | {"logs": " ".join(sorted(path.name for path in (tmp_path / "run/logs").iterdir()))}
 
     caplog.set_level("INFO")
-    assert not start(1, identity)
+    assert start(settings, 1, identity) == 0
     before = described()
     settings.grpo.num_generations_per_prompt, settings.checkpointing.allow_changes = 8, ["data"]
-    assert start(1, {**identity, "data": {"rows": "b"}})
+    assert start(settings, 1, {**identity, "data": {"rows": "b"}}) == 0
     said = f"step 1 of 1: {tmp_path}/run/step_1; the changed keys have no effect: grpo.num_generations_per_prompt="
     assert f"Already complete at {said}" in caplog.text and "; to go on: grpo.max_num_steps=N" in caplog.text
     assert "since the last attempt" not in caplog.text and described() == before
     # One that goes on says what it trains with.
-    assert not start(2, {**identity, "data": {"rows": "b"}})
+    assert start(settings, 2, {**identity, "data": {"rows": "b"}}) == 0
     now = described()
     assert "since the last attempt: grpo.num_generations_per_prompt" in caplog.text and '"b"' in now["identity.json"]
     assert now["config.yaml"] != before["config.yaml"] and now["logs"] == "exp_001 exp_002"

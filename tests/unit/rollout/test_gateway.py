@@ -211,6 +211,11 @@ def test_errors_are_openais(running: Running, client: openai.OpenAI, session: Ag
     with pytest.raises(openai.BadRequestError, match="one prompt"):
         client.completions.create(model="any", prompt=["a", "b"])
     assert client.completions.create(model="any", prompt=["a"]).choices[0].text
+    for also in (None, [], [{"role": "user", "content": "hi"}]):  # of a chat: a completion has no place for them
+        with pytest.raises(openai.BadRequestError, match="one prompt"):
+            client.completions.create(model="any", prompt=["a", "b"], extra_body={"messages": also})
+        (chunk,) = client.completions.create(model="any", prompt="a", stream=True, extra_body={"messages": also})
+        assert chunk.choices[0].text
     with pytest.raises(openai.NotFoundError) as missing:
         client.embeddings.create(model="any", input="a")
     assert isinstance(missing.value.body, dict) and missing.value.body["message"] == "Not Found"

@@ -18,12 +18,11 @@ from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.ops.view.dumps import list_dumps
-from mrl.ops.view.run_data import attempts_of
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.checkpoints import Checkpoint, CheckpointStore, check_models
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
-from mrl.store.run_files import ENDED
+from mrl.store.run_files import ENDED, attempts_of
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.reading import read_page
