@@ -143,7 +143,7 @@ def test_rows_without_answers_are_said(folder: Path, capfd: pytest.CaptureFixtur
     further = (
         ["--config=mine.yaml"],
         ["data.train.output_key=solution"],
-        ["--replies=replies.txt", "env.own.timeout_s=9"],
+        ["--replies=replies.txt", "env.own.timeout_s=900"],
     )
     for words in further:
         assert run(folder, "lengthy", *words) == 0
