@@ -62,6 +62,8 @@ from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, 
 logger = logging.getLogger(__name__)
 
 NO_RANKS = MegatronParallel()
+NUM_NAMED = 4
+"""Parts of a checkpoint's path that an export names: step_N/policy/weights/iter_0000000."""
 MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one
@@ -108,7 +110,7 @@ def convert_hf_to_mcore(
         origin = {"format": "huggingface", "folder": str(hf.resolve()), "files": states}
         plan = {"source": origin, "dtype": dtype, "parallel": asdict(parallel), "table_version": TABLE_VERSION}
         total = sum(math.prod(shape) * DTYPE_BYTES[dtypes[name]] for name, shape in canonical.items())
-        with built_aside(out, plan) as folder:
+        with built_aside(out, plan, num_bytes=total) as folder:
             iteration = folder / ITERATION_FOLDER
             iteration.mkdir(exist_ok=True)
             # Computed from the source by another path than the written data, so that `verify` proves the conversion.
@@ -166,8 +168,9 @@ def convert_mcore_to_hf(
     plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
     config = {**opened.paths.hf_config}
     dtypes = _dtypes(source, source.names, dtype, config)
-    report = counter(progress, sum(math.prod(source.shape(name)) * dtypes[name].itemsize for name in source.names))
-    with built_aside(out, plan) as folder:
+    total = sum(math.prod(source.shape(name)) * dtypes[name].itemsize for name in source.names)
+    report = counter(progress, total)
+    with built_aside(out, plan, num_bytes=total) as folder:
         tensors, files = _write_weights(
             folder, source, config, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report
         )
@@ -185,7 +188,9 @@ def convert_mcore_to_hf(
         else:
             copy_companions(opened.paths.tokenizer, folder)
         write_json(folder / "config.json", without_lost_code(config, folder))
-        seal(folder, origin, tensors, files)
+        # Who gets the folder need not know where it was made.
+        made_of = "/".join(iteration.resolve().parts[-NUM_NAMED:])
+        seal(folder, {"format": origin["format"], "folder": made_of}, tensors, files)
 
 
 def _write_weights(

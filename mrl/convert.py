@@ -58,12 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 2
     except OSError as error:
-        is_conversion = options.command in (_TO_MCORE, _TO_HF)
-        logger.error(
-            "%s%s",
-            error,
-            "; what was written so far is kept, and the same command goes on from there" if is_conversion else "",
-        )
+        logger.error("%s", error)
         return 2
 
 

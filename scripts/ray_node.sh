@@ -71,7 +71,7 @@ check_devices() {
 head_address() {
     local found=
     until [[ -n $found ]]; do
-        ((SECONDS < JOIN_TIMEOUT_S)) || fail "the name $HEAD_HOST has had no address for $JOIN_TIMEOUT_S s (HEAD_HOST, JOIN_TIMEOUT_S)" >&2
+        ((SECONDS < JOIN_TIMEOUT_S)) || fail "the name $HEAD_HOST has had no address that other nodes reach (loopback is none) for $JOIN_TIMEOUT_S s (HEAD_HOST, JOIN_TIMEOUT_S)" >&2
         found=$(getent ahostsv4 "$HEAD_HOST" | awk '$1 !~ /^127\./ {print $1; exit}' || true)
         [[ -n $found ]] || sleep 1
     done

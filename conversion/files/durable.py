@@ -123,11 +123,11 @@ def give_new_modes(folder: Path) -> None:
 
 
 @contextmanager
-def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
+def built_aside(out: Path, plan: Mapping[str, object], *, num_bytes: int = 0) -> Iterator[Path]:
     """Yields a folder to fill, which becomes `out` (which must not exist yet) when the `with` block ends without error.
 
     The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes
-    it.
+    it. OSError: the disk lacks room for `num_bytes`, or has lacked it in the block.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists; remove it or choose another")
@@ -148,8 +148,9 @@ def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
             remove_leftover(leftover)
     folder = aside / _CONTENT
     folder.mkdir(parents=True, exist_ok=True)
-    (aside / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
     try:
+        _check_room(folder, out, num_bytes)
+        (aside / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
         with heartbeat(aside):
             yield folder
             give_new_modes(folder)
@@ -161,4 +162,23 @@ def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
     except ValueError:
         shutil.rmtree(aside)
         raise
+    except OSError as error:
+        if next(folder.iterdir(), None) is None:
+            shutil.rmtree(aside)
+        elif error.errno is not None:
+            what = f"{error.strerror}: {error.filename or f'--out {out}'}"
+            kept = f"what was written so far is kept in {aside}, and the same command goes on from there"
+            raise OSError(error.errno, f"{what}; {kept}") from error
+        raise
     shutil.rmtree(aside)
+
+
+def _check_room(folder: Path, out: Path, num_bytes: int) -> None:
+    """Raises OSError if the disk of a folder lacks room for `num_bytes`, those that the folder has included."""
+    disk = shutil.disk_usage(folder)
+    missing = num_bytes - sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if disk.total and missing > disk.free:  # some network file systems do not tell
+        needed, free = (f"{number / 1e9:,.3g} GB" for number in (missing, disk.free))
+        raise OSError(
+            errno.ENOSPC, f"--out {out} needs {needed} more, and {free} are free; free some or choose another disk"
+        )

@@ -187,6 +187,11 @@ def find_obstacles(
     return found
 
 
+NO_ADDRESS = (
+    "RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m mrl.launch starts"
+)
+
+
 def obstacles_of(config: RunConfig) -> list[str]:
     """The obstacles to a run of this host alone, one line each; the nodes of a cluster have started Ray already."""
     wants_muon = any(config.sections[model].megatron_cfg.optimizer.is_muon for model in config.trained_models)

@@ -29,7 +29,7 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
 from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
-from mrl.cluster.daemons import OBJECT_STORE_BYTES, ended_children, last_words, settings_of_ray
+from mrl.cluster.daemons import NO_ADDRESS, OBJECT_STORE_BYTES, ended_children, last_words, settings_of_ray
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.hangs import RAY_PROCESSES
@@ -227,10 +227,7 @@ def join_cluster() -> None:
     """Joins the launcher's cluster (RAY_ADDRESS); raises NoCluster if nobody answers, or it refuses this process."""
     address = env.RAY_ADDRESS.read()
     if address is None:
-        raise NoCluster(
-            "RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m "
-            "mrl.launch starts"
-        )
+        raise NoCluster(NO_ADDRESS)
     # Looks first whether it is there: Ray would try for minutes, and say little.
     found = re.fullmatch(r"(.+):(\d+)", address)
     if found is not None and "://" not in address:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conversion.cache import open_cache
 from mrl import env
-from mrl.cluster.daemons import obstacles_of
+from mrl.cluster.daemons import NO_ADDRESS, obstacles_of
 from mrl.config.errors import ConfigError
 from mrl.config.judge_runs import with_judge_folders
 from mrl.config.model import (
@@ -45,6 +45,8 @@ def check_environment(config: RunConfig) -> None:
     cluster = config.cluster
     if fault := find_fault(cluster.gpus_per_node, num_nodes=cluster.num_nodes, has_engines=config.has_engines):
         raise ConfigError([fault])
+    if cluster.num_nodes > 1 and env.RAY_ADDRESS.read() is None:
+        raise ConfigError([f"cluster.num_nodes={cluster.num_nodes}: {NO_ADDRESS}"])
     if obstacles := obstacles_of(config):
         raise ConfigError(obstacles)
 

@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in folders
     ]
     found = [folder for given in folders for folder in runs_in(given)]
-    if command != "list" and found != folders:
+    absent = [folder for folder in folders if not folder.exists() and folder != RESULTS_FOLDER]
+    if absent or (command != "list" and found != folders):
         lacking = [folder for folder in folders if folder not in found]
-        absent = [folder for folder in lacking if not folder.exists()]
         what = (
             f"no folder {', '.join(map(str, absent))}"
             if absent

@@ -96,6 +96,8 @@ def test_there_and_back_is_bit_identical(hf_folder: Path, mcore_folder: Path, tm
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name])
     assert json.loads((out / "config.json").read_text()) == json.loads((hf_folder / "config.json").read_text())
+    described = json.loads((out / "manifest.json").read_text())["source"]
+    assert described == {"format": "torch_dist", "folder": "step_3/policy/weights/iter_0000000"}
     companions = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
     assert {path.name for path in out.iterdir()} == companions | {"config.json", "manifest.json", "model.safetensors"}
     assert (out / "tokenizer.json").read_text() == (hf_folder / "tokenizer.json").read_text()
@@ -155,7 +157,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
         ["hf-to-mcore", "--hf", str(empty), "--out", out], caplog
     )
     nowhere = ["hf-to-mcore", "--hf", str(hf_folder), "--out", "/proc/none/out"]
-    assert "No such file or directory: '/proc/none'; what was written so far is kept" in refused(nowhere, caplog)
+    assert "No such file or directory: '/proc/none'" in refused(nowhere, caplog)
     assert not Path(out).exists()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from conversion.texts import listed
 from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
@@ -169,6 +170,8 @@ def find_doubts(config: RunConfig) -> list[str]:
     with suppress(NotKnown):
         doubt_hooks(config, problems)
         problems.extend(find_short_rows(config))
+    with suppress(NotKnown):
+        _check_place(config, problems)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):
@@ -184,6 +187,15 @@ def find_short_rows(config: RunConfig) -> list[Problem]:
         said = {(doubt.id, doubt.value) for doubt in found}
         found += [doubt for doubt in inner.merged if (doubt.id, doubt.value) not in said]
     return found
+
+
+def _check_place(config: RunConfig, problems: Problems) -> None:
+    """Warns if the run folder is a new one, and the folder of other runs."""
+    folder = Path(config.checkpointing.checkpoint_dir)
+    runs = [path.parent.name for path in folder.glob("*/metrics.jsonl")]
+    if runs and not (folder / "config.yaml").exists():
+        rule = f"the folder of other runs ({listed(sorted(runs), 3)}), beside which this one would write its files"
+        problems.add("checkpointing.checkpoint_dir", rule, "name a folder in it")
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:

@@ -136,6 +136,9 @@ def test_the_name_of_a_run_in_results_will_do(
     with pytest.raises(SystemExit):
         main(["show", "yours"])
     assert "no folder yours; runs in results: mine" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # not a list without it
+        main(["delete", "mine"])
+    assert "no folder delete; runs in results: mine" in capsys.readouterr().err
 
 
 def test_runs_that_cannot_be_read_are_in_the_way_of_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

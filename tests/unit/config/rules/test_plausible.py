@@ -80,6 +80,16 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
         assert texts_of(load_config("grpo_tiny.yaml", overrides)) == []
 
 
+def test_the_folder_of_other_runs_is_a_warning(workplace: Path):
+    for name in ("a", "b", "step_3"):
+        (workplace / "results" / name).mkdir(parents=True)
+    for name in ("a", "b"):
+        (workplace / "results" / name / "metrics.jsonl").touch()
+    (doubt,) = find_doubts(load_config("grpo_tiny.yaml", ["checkpointing.checkpoint_dir=results"]))
+    assert doubt.startswith("checkpointing.checkpoint_dir=results") and "of other runs (a, b)" in doubt
+    assert find_doubts(load_config("grpo_tiny.yaml", ["checkpointing.checkpoint_dir=results/a"])) == []
+
+
 def test_every_doubt_is_tried():
     assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, *(row[1:3] for row in OTHERS))}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_atomic_writes_leave_nothing_else(tmp_path: Path):
     write_atomic(tmp_path / "a", "1")
     write_atomic(tmp_path / "a", "2")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "2")]
+
+
+def test_what_has_no_room_is_refused_before_it_is_written(tmp_path: Path):
+    with pytest.raises(OSError, match=r"out needs 1e\+09 GB more, and .* GB are free") as failed:
+        with built_aside(tmp_path / "out", {}, num_bytes=10**18):
+            raise AssertionError("began")
+    assert failed.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_part_that_is_kept(tmp_path: Path):
+    with pytest.raises(OSError, match="No space left on device: --out .*/out; what was written") as failed:
+        with built_aside(tmp_path / "out", {}) as folder:
+            (folder / "a").touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(failed.value) and [path.name for path in kept.rglob("a")] == ["a"]
 
 
 @pytest.mark.parametrize(
