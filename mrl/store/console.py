@@ -66,9 +66,11 @@ def step_lines(
         engines = ", ".join(filter(None, [engines, "engines keep their weights"]))
     rewards = over_judged(shown_on("Reward", metrics), num_judged, metrics.get("rollout/num_rollouts", 0.0))
     generation_s, total_s = metrics.get("time/generation", 0.0), metrics["time/total"]
+    sampled = metrics.get("rollout/num_rollouts", num_rollouts)
+    of_all = f" of {sampled:g}" if sampled > num_rollouts else ""  # dynamic sampling leaves the others out
     return [
         (
-            f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses "
+            f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses{of_all} "
             f"({generation_s:.1f}s)"
         ),
         f"[Reward]   {rewards}{shown_components(metrics)}",

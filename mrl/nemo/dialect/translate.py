@@ -21,7 +21,17 @@ from mrl.config.migration import Migration
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.keys import LIKE_POLICY
 from mrl.nemo.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, is_gyms, translate
-from mrl.nemo.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
+from mrl.nemo.dialect.tables import (
+    FOREIGN,
+    GPU_VALUES,
+    NO_EFFECT,
+    NOTES,
+    RENAMED,
+    SAME_VALUE,
+    TRANSLATED,
+    VALUES,
+    Foreign,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +159,10 @@ def entry_of(key: Key) -> Foreign | None:
     return replace(found, same=None if found.same is None else tuple(same))
 
 
+_OF_DTENSOR = {target: source for source, target in SAME_VALUE.items()}
+"""Key of Megatron's -> DTensor's of the same value."""
+
+
 def is_foreign(key: Key, value: object) -> bool:
     """Tells whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
     if entry_of(key) is not None or is_translated(key) or is_gyms(key, value):
@@ -184,9 +198,11 @@ def migrate(
     report.without_effect += translation.without_effect
     report.different += translation.different
     for key, setting in settings.items():
-        if key in translation.dropped and setting.value not in (None, {}):
+        if key in translation.dropped and setting.value not in (None, {}) and key[2:] != ("enabled",):
             active = "dtensor_cfg" if key[1] == "megatron_cfg" else "megatron_cfg"
-            report.without_effect.append((key, setting, f"{key[0]}.{active} is the backend that is enabled"))
+            theirs = _OF_DTENSOR.get(".".join(as_policy(key)), "").replace("policy", key[0], 1)
+            reason = f"{key[0]}.{active} is the backend that is enabled{theirs and f', where {theirs} sets it'}"
+            report.without_effect.append((key, setting, reason))
     kept: Settings = {}
     for key, setting in settings.items():
         if key in translation.dropped or is_translated(key):

@@ -61,6 +61,11 @@ def test_a_mean_reward_says_over_how_many_rollouts_it_is_where_some_were_not_jud
     assert line(0) == "[Reward]   no rollout has a reward"
 
 
+def test_rollouts_that_a_step_does_not_train_are_counted():
+    (line, *_) = step_lines({**METRICS, "rollout/num_rollouts": 768.0}, num_prompts=32, num_generations=16)
+    assert line.startswith("[Generate] 32 prompts x 16 generations = 512 responses of 768 (")
+
+
 def test_two_digit_steps_keep_the_width():
     assert step_header(10, 100) == "========================= Step 10/100 ========================"
 

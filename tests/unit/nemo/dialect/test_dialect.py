@@ -412,6 +412,12 @@ def test_the_backend_that_is_off_has_no_effect(tmp_path: Path):
         "policy.optimizer.kwargs.lr=1 (command line): policy.megatron_cfg is the backend that is enabled; it has no "
         "effect" in migration.idle_overrides()
     )
+    assert not any(line.startswith("policy.dtensor_cfg.enabled") for line in migration.idle_overrides())
+    on = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.optimizer.lr=1", "policy.megatron_cfg.enabled=false"]
+    assert load_run(path, on)[1].idle_overrides() == [
+        "policy.megatron_cfg.optimizer.lr=1 (command line): policy.dtensor_cfg is the backend that is enabled, where "
+        "policy.optimizer.kwargs.lr sets it; it has no effect"
+    ]
 
 
 def test_keys_of_lora_that_is_off_are_one_line_without_effect(tmp_path: Path):
