@@ -119,7 +119,8 @@ def files_below(hf: Path) -> dict[str, str]:
         names = [path.relative_to(hf).as_posix() for path in weight_files(hf)]
     except ValueError:
         return {}  # other rules say so
-    return {name: name.replace("/", "--") for name in names if "/" in name}
+    links = {name: name.replace("/", "--") for name in names if "/" in name}
+    return {name: f"below--{link}" if (hf / link).exists() else link for name, link in links.items()}
 
 
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
@@ -147,7 +148,10 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
             os.close(file)
         if unlisted := {name for name in found if file_of is not None and hf / str(file_of.get(name)) != path}:
             raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(sorted(unlisted))}")
-        tensors |= {name: (path, tensor) for name, tensor in published(found, is_transposed=is_transposed).items()}
+        for name, tensor in published(found, path, is_transposed=is_transposed).items():
+            if name in tensors:
+                raise _twice(name, path)
+            tensors[name] = (path, tensor)
     return tensors
 
 
@@ -159,30 +163,48 @@ def _has_transposed_experts(hf: Path) -> bool:
     return found is not None and found.has_transposed_experts
 
 
-def published(stored: Mapping[str, HeaderTensor], *, is_transposed: bool = False) -> dict[str, HeaderTensor]:
-    """Tensors by the names of published models, where a file has transformers 5's own (`save_original_format=False`).
+def published(
+    stored: Mapping[str, HeaderTensor], path: Path, *, is_transposed: bool = False
+) -> dict[str, HeaderTensor]:
+    """Tensors of a file by the names of published models, where it has transformers 5's (`save_original_format=False`).
 
-    A layer's experts, stacked as [experts, rows, columns], become a tensor each at their place in the file; rows of
-    `gate_up_proj` are those of the gate, then as many of the up projection. `is_transposed`: they are those of gpt-oss.
+    `is_transposed`: stacked experts are those of gpt-oss. ValueError: a tensor is there under two names.
     """
-    if is_transposed:
-        return dict(part for name, tensor in stored.items() for part in _of_gpt_oss(name, tensor))
     tensors: dict[str, HeaderTensor] = {}
     for stored_name, tensor in stored.items():
-        name = _NEMOTRON_H.sub("backbone.", stored_name, count=1)
-        found = _EXPERTS.match(name)
-        parts = _EXPERT_PARTS[found[2]] if found and len(tensor.shape) == 3 else ()
-        if not found or not parts or 0 in tensor.shape or tensor.shape[1] % len(parts):
-            tensors[name] = tensor
-            continue
-        num_experts, rows, columns = tensor.shape
-        shape, num_bytes = (rows // len(parts), columns), tensor.num_bytes // (num_experts * len(parts))
-        for index in range(num_experts * len(parts)):
-            expert, part = divmod(index, len(parts))
-            place = tensor.offset + index * num_bytes
-            part_name = f"{found[1]}{expert}.{parts[part]}.weight"
-            tensors[part_name] = HeaderTensor(tensor.dtype, shape, place, num_bytes, is_stacked=True)
+        for name, part in (_of_gpt_oss if is_transposed else _of_transformers)(stored_name, tensor):
+            if name in tensors:
+                raise _twice(name, path)
+            tensors[name] = part
     return tensors
+
+
+def _twice(name: str, path: Path) -> ValueError:
+    return ValueError(
+        f"{path} holds {name}, which the folder has under another name, too (experts stacked and apart, or another "
+        "prefix), and mrl does not choose; load the model with what wrote it, and save it again"
+    )
+
+
+def _of_transformers(stored_name: str, tensor: HeaderTensor) -> Iterator[tuple[str, HeaderTensor]]:
+    """A tensor, or its parts, one for each expert.
+
+    A layer's experts, stacked as [experts, rows, columns], become a tensor each at their place in the file; rows of
+    `gate_up_proj` are those of the gate, then as many of the up projection.
+    """
+    name = _NEMOTRON_H.sub("backbone.", stored_name, count=1)
+    found = _EXPERTS.match(name)
+    parts = _EXPERT_PARTS[found[2]] if found and len(tensor.shape) == 3 else ()
+    if not found or not parts or 0 in tensor.shape or tensor.shape[1] % len(parts):
+        yield name, tensor
+        return
+    num_experts, rows, columns = tensor.shape
+    shape, num_bytes = (rows // len(parts), columns), tensor.num_bytes // (num_experts * len(parts))
+    for index in range(num_experts * len(parts)):
+        expert, part = divmod(index, len(parts))
+        place = tensor.offset + index * num_bytes
+        part_name = f"{found[1]}{expert}.{parts[part]}.weight"
+        yield part_name, HeaderTensor(tensor.dtype, shape, place, num_bytes, is_stacked=True)
 
 
 def _of_gpt_oss(name: str, tensor: HeaderTensor) -> Iterator[tuple[str, HeaderTensor]]:

@@ -86,7 +86,7 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         try:
             file = open_file(path)
             try:
-                found = published(read_header(file, path), is_transposed=is_transposed)
+                found = published(read_header(file, path), path, is_transposed=is_transposed)
                 stored |= {name: tensor for name, tensor in found.items() if not is_unused(name, hf_config)}
             finally:
                 os.close(file)

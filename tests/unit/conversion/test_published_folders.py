@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,26 @@ def test_experts_in_one_tensor_are_read_as_transformers_reads_them(model_type: s
     assert list(differences(hf, stacked)) == [] and list(differences(hf, there_and_back(stacked))) == []
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize(
+    ("model_type", "twice"),
+    [("qwen3_moe", "model.layers.0.mlp.experts.0.up_proj.weight"), ("nemotron_h", "backbone.norm_f.weight")],
+)
+def test_a_tensor_under_two_names_is_refused(model_type: str, twice: str, num_files: int, tmp_path: Path):
+    hf, folder = models.save_model(tmp_path / "hf", model_type), tmp_path / "folder"
+    AutoModelForCausalLM.from_pretrained(hf).save_pretrained(folder, save_original_format=False)
+    kept, more = load_file(folder / SINGLE_FILE), {twice: load_file(hf / SINGLE_FILE)[twice] * 0.5}
+    if num_files == 1:
+        save_file(kept | more, folder / SINGLE_FILE, {"format": "pt"})
+    else:
+        (folder / SINGLE_FILE).rename(folder / "a.safetensors")
+        save_file(more, folder / "b.safetensors", {"format": "pt"})
+        placed = dict.fromkeys(kept, "a.safetensors") | {twice: "b.safetensors"}
+        write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": placed})
+    with pytest.raises(ValueError, match=rf"safetensors holds {re.escape(twice)}, which .* under another name, too"):
+        check_hf(folder)
+
+
 def test_the_text_half_of_a_model_with_images_is_read_as_the_message_says(tmp_path: Path):
     whole, text = tmp_path / "whole", tmp_path / "text"
     vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=4, out_hidden_size=64)
@@ -206,9 +227,12 @@ def test_shards_in_sub_folders_are_read_and_linked_for_vllm(tmp_path: Path):
         (below / f"part{number}").mkdir()
         (below / file).rename(below / f"part{number}" / "model.safetensors")
     moved = {file: f"part{number}/model.safetensors" for number, file in enumerate(files[1:])}
+    # The name that the link to another file would have.
+    moved[files[0]] = "part0--model.safetensors"
+    (below / files[0]).rename(below / moved[files[0]])
     index["weight_map"] = {name: moved.get(file, file) for name, file in index["weight_map"].items()}
     write_json(below / INDEX_FILE, index)
-    assert len(moved) > 1 and torch.equal(logits(below), logits(hf)), "transformers reads it"
+    assert len(moved) > 2 and torch.equal(logits(below), logits(hf)), "transformers reads it"
     assert list(differences(hf, there_and_back(below))) == []
     linked = overridden_folder(below, {}, beside=tmp_path / "run")
     assert len(list(linked.glob("*.safetensors"))) == len(files) == len(weight_files(linked))
