@@ -61,9 +61,9 @@ async def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -
 
 def compared_precision(config: RunConfig) -> str:
     """The precision that limits how well trainer and engines agree: the coarser of the two."""
-    return max(
-        (config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name]
-    )
+    policy = config.policy
+    trainer = "fp8" if policy.megatron_cfg.fp8_cfg.enabled else policy.precision
+    return max((trainer, policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name])
 
 
 def long_prompt(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> Prompt:

@@ -42,9 +42,9 @@ def has_whole_blocks(generation: GenerationConfig, sizes: ModelSizes) -> bool:
     return not sizes.experts or (width % BLOCK == 0 and (sizes.latent or sizes.hidden) % BLOCK == 0)
 
 
-def input_widths(generation: GenerationConfig, sizes: ModelSizes) -> list[int]:
-    """Inputs of a worker's linear layers that can be in FP8, experts aside."""
-    tp, mla = generation.parallel.tp, sizes.mla
+def input_widths(tp: int, sizes: ModelSizes) -> list[int]:
+    """Inputs of linear layers that can be in FP8, as `tp` ranks or workers cut them; experts aside."""
+    mla = sizes.mla
     heads = sizes.heads * (mla.value if mla else sizes.head_dim)
     lora = [mla.query_rank] if mla else []
     return [sizes.hidden, sizes.latent, *lora, heads // tp, sizes.ffn // tp, sizes.shared_ffn // tp]

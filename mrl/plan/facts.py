@@ -131,12 +131,14 @@ def row_of(config: RunConfig, model: ModelName = "policy", *, is_training: bool,
     return Row(
         tokens=-(-tokens // policy.row_multiple) * policy.row_multiple // megatron.context_parallel_size,
         tp=megatron.tensor_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,
         is_sequence_parallel=megatron.sequence_parallel,
         imbalance=imbalance,
         recompute=recompute,
         # With replies of few tokens, each of a prompt's rollouts reads as many keys as a row has.
         path_copies=config.rollouts.num_generations_per_prompt if sharing_of(config, model) else 1.0,
+        fp8=megatron.fp8_cfg.fp8_recipe if megatron.fp8_cfg.enabled else "",
     )
 
 

@@ -16,6 +16,8 @@ from mrl.refit.staging import Quantiser
 _ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
 _KERNELS = {"fp8_linear", "kernel"}
 """Attributes of vLLM's methods that hold the kernel of a linear layer, which packs weights."""
+_AFTER_THE_RECORD = "bias"
+"""Parameter that vLLM's linear layers get after it has recorded what they load."""
 _DONE = "_already_called_process_weights_after_loading"
 
 
@@ -40,8 +42,12 @@ def _quantiser(prefix: str, layer: nn.Module, names: Mapping[str, object]) -> Qu
     # As vLLM recorded them before it read a file.
     as_loaded = get_layerwise_info(layer).restore_metadata[0]
     loaded = {name: tensor for name, tensor in as_loaded.items() if live[name].dtype != tensor.dtype}
-    # A parameter that it shares has its name elsewhere.
-    own = [name for name in live if f"{prefix}.{name}" in names and (name in loaded or name not in as_loaded)]
+    # A parameter that it shares has its name elsewhere; a bias is loaded as it is.
+    own = [
+        name
+        for name in live
+        if f"{prefix}.{name}" in names and (name in loaded or name not in (*as_loaded, _AFTER_THE_RECORD))
+    ]
     made = [Slot(f"{prefix}.{name}") for name in own]
 
     def make(weights: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:

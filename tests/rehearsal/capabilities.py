@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from conversion.schedule import Schedule
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import build_schedule, refit_inputs
@@ -167,17 +168,15 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
     return built
 
 
-def row(case: str, capability: str, folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> Row:
-    """Prepares a refit of one engine from one trainer rank, as far as memory plays no part."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
+def prepared(folder: Path, parallel: VllmParallel, built: Mapping[int, nn.Module]) -> tuple[Schedule, str]:
+    """The schedule of a refit from one trainer rank, and the first built model that it does not fit, and why."""
+    from mrl.rollout.quantised import quantisers
     from mrl.rollout.worker import RefitWorker, engine_tensors
 
-    built = dict(zip(workers, worker_models(folder, parallel, workers), strict=True))
     refit_workers = []
     for index in range(parallel.num_workers):
         refit_workers.append(RefitWorker())
-        refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
+        refit_workers[-1].get_model = lambda index=index: built.get(index, next(iter(built.values())))
         refit_workers[-1].get_draft_model = lambda: None
     engines = SimpleNamespace(
         call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]}
@@ -188,14 +187,26 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
     placement = SimpleNamespace(engines=(engine,), node_of=dict.fromkeys(engine.slots, 0))
     config = run_config(folder, parallel)
     inputs = refit_inputs(config, cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines))
-    schedule = build_schedule(config, inputs)
-    fault = ""
+    schedule, fault = build_schedule(config, inputs), ""
     for index, model in built.items():
+        tensors = engine_tensors(model)
+        for quantiser in quantisers([model]):
+            tensors = {slot: tensor for slot, tensor in tensors.items() if slot not in quantiser.made}
+            tensors |= quantiser.loaded
         pulls = [pull for pulls in schedule.pulls(index) for pull in pulls]
         try:
-            check_coverage(engine_tensors(model), pulls, schedule.class_of(index).padding)
+            check_coverage(tensors, pulls, schedule.class_of(index).padding)
         except RefitError as error:
             fault = f"worker {index}: {error}"
+    return schedule, fault
+
+
+def row(case: str, capability: str, folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> Row:
+    """Prepares a refit of one engine from one trainer rank, as far as memory plays no part."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    built = dict(zip(workers, worker_models(folder, parallel, workers), strict=True))
+    schedule, fault = prepared(folder, parallel, built)
     methods = [getattr(module, "quant_method", None) for module in built[0].modules()]
     backends = {method.unquantized_backend.name for method in methods if isinstance(method, UnquantizedFusedMoEMethod)}
     return Row(case, capability, parallel.tp, parallel.ep, fault, schedule.casts(), sorted(backends))

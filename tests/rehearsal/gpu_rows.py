@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of te_models, large_run and te_calls, from one process: half their time is imports of Megatron and transformers.
+"""Rows of te_models, large_run, te_calls and te_fp8, from one process: half their time is imports of libraries.
 
 Takes Transformer Engine's folder, an empty one, and a key of large_run.RANKS; with the key `dense`, there are rows of
 large_run alone.
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.rehearsal import large_run, te_calls, te_models
+from tests.rehearsal import large_run, te_calls, te_fp8, te_models
 from tests.rehearsal.gpu_host import become_gpu_host, put_memory_on
 
 
-def rows(folder: Path, key: str) -> Iterator[tuple[str, te_models.Row | te_calls.Row | large_run.Row]]:
+def rows(folder: Path, key: str) -> Iterator[tuple[str, te_models.Row | te_calls.Row | te_fp8.Row | large_run.Row]]:
     """Part and row."""
     put_memory_on("meta")
     for row in large_run.rows(folder, large_run.RANKS[key]):
@@ -28,6 +28,8 @@ def rows(folder: Path, key: str) -> Iterator[tuple[str, te_models.Row | te_calls
         put_memory_on("cpu")
         for row in te_calls.rows(folder):
             yield "te_calls", row
+        for row in te_fp8.rows(folder):
+            yield "te_fp8", row
 
 
 if __name__ == "__main__":

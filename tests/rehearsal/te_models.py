@@ -21,6 +21,7 @@ from tests.sources import ROOT
 
 PUBLISHED = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
 """A model of scripts/bench/models for each packaged config: at its full size, in its own layout."""
+IN_FP8, FP8 = ("grpo_qwen3_30ba3b.yaml", "qwen3_30b_a3b"), ("policy.megatron_cfg.fp8_cfg.enabled=true",)
 TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3, queries of full rank": ("deepseek_v3", dict(q_lora_rank=None)),
@@ -104,14 +105,15 @@ def rows(folder: Path) -> Iterator[Row]:
     from tests.stack.policy.policy_ranks import run_config
     from tests.stack.policy.sizes import sizes
 
-    for config_file, name in PUBLISHED.items():
+    for (config_file, name), words in [*((item, ()) for item in PUBLISHED.items()), (IN_FP8, FP8)]:
         hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
-        config = load_config(config_file, [f"policy.model_name={_folder(folder / name, hf_config)}"])
+        model_folder = _folder(folder / f"{name}{len(words)}", hf_config)
+        config = load_config(config_file, [f"policy.model_name={model_folder}", *words])
         world, stages = config.num_policy_ranks, config.policy.megatron_cfg.pipeline_model_parallel_size
         for rank in (
             edge for stage in range(stages) for edge in (stage * world // stages, (stage + 1) * world // stages - 1)
         ):
-            yield fault_of(config, hf_config, name, config_file, rank, world)
+            yield fault_of(config, hf_config, name, f"{config_file}{' in FP8' * bool(words)}", rank, world)
     for index, (case, (model_type, changed)) in enumerate(TINY.items()):
         hf_config = AutoConfig.for_model(model_type, **{**models.TINY[model_type], **changed}).to_dict()
         model_folder = _folder(folder / str(index), hf_config)

@@ -10,6 +10,8 @@ from mrl.config.schema.run import RunConfig
 
 _ENGINE = "policy.generation.vllm_cfg"
 _FORM = "policy.generation.vllm_kwargs.quantization"
+_PRODUCT = 16
+"""Inputs of a product in FP8 by cuBLAS come in multiples of this (`assert_dim_for_fp8_exec` of Transformer Engine)."""
 
 
 def check_form(config: RunConfig, problems: Problems) -> None:
@@ -62,7 +64,7 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
             f"of whole blocks of {BLOCK}"
         )
         problems.add(key, rule, way_out)
-    odd = sorted({width for width in input_widths(generation, model) if width % MX_BLOCK})
+    odd = sorted({width for width in input_widths(generation.parallel.tp, model) if width % MX_BLOCK})
     if form == MX and odd:
         rule = f"linear layers of a worker have {odd} inputs, and a scale is for {MX_BLOCK} of them"
         problems.add(key, rule, way_out)
@@ -74,7 +76,13 @@ def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     settings, at = section.megatron_cfg.fp8_cfg, f"{problems.at}megatron_cfg.fp8_cfg"
     if not settings.enabled:
         return
-    has_gpus, precision = config.cluster.gpus_per_node > 0, section.precision
+    has_gpus, precision, megatron = config.cluster.gpus_per_node > 0, section.precision, section.megatron_cfg
+    widths = {
+        *input_widths(megatron.tensor_model_parallel_size, model),
+        model.expert_ffn // megatron.expert_tensor_parallel_size,
+    }
+    multiple = MX_BLOCK if settings.fp8_recipe == MX else _PRODUCT
+    odd = sorted(width for width in widths if width % multiple)
     wrong = {
         "enabled": {
             "only Transformer Engine computes in FP8, on GPUs, and cluster.gpus_per_node=0": not has_gpus,
@@ -82,6 +90,9 @@ def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> 
             "training models with gated delta nets in FP8 is not built": model.has_delta_nets,
             "training models with attention sinks in FP8 is not built": bool(model.window),
             f"{problems.at}precision={precision} has no products in FP8": precision != "bfloat16",
+            f"linear layers of a rank have {odd} inputs, and {settings.fp8_recipe} takes multiples of {multiple}": bool(
+                odd
+            ),
         },
         "fp8_recipe": {
             "its scales come from earlier steps, and no checkpoint keeps them": settings.fp8_recipe == "delayed"

@@ -22,6 +22,10 @@ MAX_GPUS_PER_NODE = 16
 _ENGINE = "policy.generation.vllm_cfg"
 _KWARGS, _IN_ORDER = "policy.generation.vllm_kwargs", LAYOUT_ARGUMENTS["moe_backend"]
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
+_CORRECT = (
+    "set loss_fn.use_importance_sampling_correction=true, or watch train/gen_kl_error, which says how far apart they "
+    "are"
+)
 
 OF_BIASES = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
 OF_EXPERTS = (
@@ -78,9 +82,15 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
             and config.policy.generation.vllm_cfg.is_fp8
             and not config.loss_fn.use_importance_sampling_correction
         ),
-        "engines sample from weights rounded to FP8, and the trainer has others; set "
-        "loss_fn.use_importance_sampling_correction=true, or watch train/gen_kl_error, which says how far apart they "
-        "are",
+        "engines sample from weights rounded to FP8, and the trainer has others; " + _CORRECT,
+    ),
+    "policy.megatron_cfg.fp8_cfg.enabled": (
+        lambda config: (
+            config.has_engines
+            and config.policy.megatron_cfg.fp8_cfg.enabled
+            and not config.loss_fn.use_importance_sampling_correction
+        ),
+        "the trainer rounds what it multiplies to FP8, and the engines otherwise or not at all; " + _CORRECT,
     ),
     "loss_fn.use_importance_sampling_correction": (
         lambda config: (

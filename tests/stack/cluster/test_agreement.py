@@ -24,3 +24,5 @@ def test_the_coarser_precision_of_trainer_and_engine_limits_how_well_they_agree(
         config = load_config("grpo_tiny.yaml", [f"{key}={value}" for key, value in zip(both, precisions, strict=True)])
         assert compared_precision(config) == "bfloat16"
     assert compared_precision(load_config("grpo_tiny.yaml", [])) == "float32"
+    for rounded in (f"{both[1]}=fp8", "policy.megatron_cfg.fp8_cfg.enabled=true"):
+        assert compared_precision(load_config("grpo_tiny.yaml", ["policy.precision=bfloat16", rounded])) == "fp8"

@@ -139,6 +139,8 @@ def rollout_with(generator_logprobs: list[float]) -> Rollout:
         (0.5, 1, "float32", False),
         (0.09, 200, "bfloat16", True),
         (0.11, 200, "bfloat16", False),
+        (0.24, 200, "fp8", True),
+        (0.25, 200, "fp8", False),
         (float("nan"), 1, "float32", False),
         (float("nan"), 1, "bfloat16", False),
         (-float("inf"), 2, "float32", True),  # ruled out by top-k or top-p

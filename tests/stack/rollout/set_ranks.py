@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from mrl.config.fields import EnginePrecision
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig as VllmEngineConfig
 
 # Groups that have one member in every engine of ours.
 SINGLE_GROUPS = ("_PCP", "_DCP")
@@ -103,26 +107,12 @@ def load(
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-    from vllm.model_executor.models import utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrl.rollout.engine_arguments import engine_arguments
     from mrl.rollout.worker import engine_tensors
 
-    # Layers of other stages by a model's id(), which a later model in this process may have again.
-    utils._model_to_pp_missing_layer_names.clear()
-    vllm_cfg = VllmConfig(
-        precision=precision,
-        max_model_len=256,
-        enforce_eager=True,
-        tensor_parallel_size=parallel.tp,
-        pipeline_parallel_size=parallel.pp,
-        expert_parallel_size=parallel.ep,
-    )
     kwargs: dict[str, object] = {} if quantization is None else {"quantization": quantization}
-    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg, vllm_kwargs=kwargs)
-    config = engine_arguments(str(folder), generation, seed=0).create_engine_config()
-    config.parallel_config.data_parallel_rank = worker // parallel.tp if parallel.num_groups > 1 else 0
+    config = _engine_config(folder, parallel, worker, precision, kwargs)
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
     with (
         set_ranks(parallel, worker),
@@ -138,6 +128,52 @@ def load(
             finalize_layerwise_processing(model, config.model_config)
         process_weights_after_loading(model, config.model_config, device)
     return engine_tensors(model)
+
+
+def fp8_model(folder: Path, parallel: VllmParallel, worker: int) -> nn.Module:
+    """The model of an engine in FP8 of a folder without weights, quantised by vLLM, on the meta device."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = _engine_config(folder, parallel, worker, "fp8", {})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        set_ranks(parallel, worker),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        # A line of the log, which reads values.
+        patch.setattr(ExpertMapManager, "get_compressed_map_string", lambda self: "")
+        model = initialize_model(vllm_config=config)
+        finalize_layerwise_processing(model, config.model_config)
+    return model
+
+
+def _engine_config(
+    folder: Path, parallel: VllmParallel, worker: int, precision: EnginePrecision, kwargs: dict[str, object]
+) -> VllmEngineConfig:
+    from vllm.model_executor.models import utils
+
+    from mrl.rollout.engine_arguments import engine_arguments
+
+    # Layers of other stages by a model's id(), which a later model in this process may have again.
+    utils._model_to_pp_missing_layer_names.clear()
+    vllm_cfg = VllmConfig(
+        precision=precision,
+        max_model_len=256,
+        enforce_eager=True,
+        tensor_parallel_size=parallel.tp,
+        pipeline_parallel_size=parallel.pp,
+        expert_parallel_size=parallel.ep,
+    )
+    generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg, vllm_kwargs=kwargs)
+    config = engine_arguments(str(folder), generation, seed=0).create_engine_config()
+    config.parallel_config.data_parallel_rank = worker // parallel.tp if parallel.num_groups > 1 else 0
+    return config
 
 
 def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[str]:

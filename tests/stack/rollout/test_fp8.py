@@ -36,7 +36,7 @@ E4M3 = np.array(
 )[:-1]
 REQUESTS = random_requests(8)
 MODELS = {
-    "fp8_per_block": "qwen3",
+    "fp8_per_block": "qwen2",
     "fp8_per_channel": "nemotron_h",
     "fp8_per_tensor": "deepseek_v3",
     "mxfp8": "qwen3_moe",

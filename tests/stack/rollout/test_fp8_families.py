@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
 from conversion.tensors import dtype_name
-from mrl.config.fp8 import MX, has_whole_blocks, kept_layers, quantised_bytes
+from mrl.config.fp8 import MX, form_of, has_whole_blocks, kept_layers, quantised_bytes
 from mrl.config.model import sizes_of
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
+from mrl.refit.staging import completed_rounds, plan_turns
 from tests import models
 from tests.reading import read_layout
-from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, differences, load
+from tests.rehearsal.capabilities import prepared
+from tests.sources import ROOT
+from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, differences, fp8_model, load
 
 SCALES = {"fp8_per_block": "_scale_inv", "fp8_per_channel": "_scale", "fp8_per_tensor": "_scale", MX: "_scale"}
 # Workers agree on other scales by messages, which a worker alone cannot send.
@@ -80,3 +84,81 @@ def test_the_rule_names_what_vllm_quantises(case: str, tmp_path: Path) -> None:
 
 def test_every_family_is_here() -> None:
     assert {CASES[case][0] for case in CASES if "tied" not in case} == set(FAMILIES)
+
+
+def published(name: str) -> dict[str, object]:
+    """A model's config.json: of scripts/bench/models, of its hub.json, or transformers' defaults for a model type."""
+    folder = ROOT / "scripts/bench/models"
+    if (path := folder / f"{name}.config.json").exists():
+        return json.loads(path.read_text())
+    groups = json.loads((folder / "hub.json").read_text())
+    if found := next((group["config"] for group in groups if name in group["ids"]), None):
+        return found
+    return {**AutoConfig.for_model(name).to_dict(), "architectures": [ARCHITECTURES[name]]}
+
+
+ARCHITECTURES = {"deepseek_v3": "DeepseekV3ForCausalLM", "mixtral": "MixtralForCausalLM"}
+"""Model types whose defaults are DeepSeek-V3 and Mixtral 8x7B."""
+TWO: dict[str, object] = {"num_hidden_layers": 2}
+NANO: dict[str, object] = {"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5}
+PUBLISHED: dict[str, tuple[dict[str, object], VllmParallel, str]] = {
+    "nemotron3_nano_30b_a3b": (NANO, VllmParallel(), "fp8_per_channel"),  # experts of 1856 are 14.5 blocks
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (NANO, VllmParallel(tp=4, ep=4), "fp8_per_block"),
+    "qwen3_30b_a3b": (TWO, VllmParallel(tp=2, ep=2), "fp8_per_block"),
+    "Qwen/Qwen3-235B-A22B": (TWO, VllmParallel(tp=4, ep=4), "fp8_per_block"),
+    "deepseek_v3": ({"num_hidden_layers": 4, "topk_method": "noaux_tc"}, VllmParallel(tp=8, ep=8), "fp8_per_block"),
+    "mixtral": (TWO, VllmParallel(tp=4), "fp8_per_block"),
+    "Qwen/Qwen2-57B-A14B": (TWO, VllmParallel(tp=2), "fp8_per_block"),
+    "zai-org/GLM-4.5-Air": (TWO, VllmParallel(tp=2, ep=2), "fp8_per_block"),
+    "meta-llama/Llama-3.1-70B": (TWO, VllmParallel(tp=8), "fp8_per_block"),
+    "Qwen/Qwen2.5-7B": (TWO, VllmParallel(tp=4), "fp8_per_block"),
+    "Qwen/Qwen3-32B": (TWO, VllmParallel(tp=4), "fp8_per_block"),
+}
+"""Models at their published widths, with fewer layers; the layout of an engine, and the form that follows."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_quantised_and_refitted_on_the_meta_device(name: str, tmp_path: Path) -> None:
+    """Models as vLLM builds and quantises them, without memory; a refit brings the weights of every layer once."""
+    from mrl.rollout.quantised import quantisers
+    from mrl.rollout.worker import engine_tensors
+
+    changed, parallel, form = PUBLISHED[name]
+    hf_config = {**published(name), **changed}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    model, sizes = fp8_model(tmp_path, parallel, parallel.tp - 1), sizes_of(hf_config)
+    generation = GenerationConfig(
+        vllm_cfg=VllmConfig(precision="fp8", tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep)
+    )
+    assert form_of(generation, sizes) == form
+    # On this device views cannot be told, such as those of layers that vLLM pads to whole blocks.
+    live = engine_tensors(model) | {Slot(name): tensor.data for name, tensor in model.named_parameters()}
+    found = quantisers([model])
+    dtypes = tuple(
+        (slot.name, dtype_name(tensor.dtype))
+        for slot, tensor in live.items()
+        if tensor.dtype == torch.float32 and "weight_scale" not in slot.name
+    )
+    layout = family(hf_config).vllm_layout(hf_config, parallel, parallel.tp - 1, "bfloat16", dtypes)
+    planned = {
+        slot: num_bytes
+        for slot, content in layout.items()
+        if (num_bytes := quantised_bytes(slot.name, content.shape, form, kept_layers(generation, sizes)))
+    }
+    loaded = {slot: tuple(tensor.shape) for quantiser in found for slot, tensor in quantiser.loaded.items()}
+    assert loaded == {slot: layout[slot].shape for slot in planned}
+    assert sum(planned.values()) == sum(live[slot].nbytes for quantiser in found for slot in quantiser.made)
+    assert {tensor.dtype for slot, tensor in live.items() if slot in planned} == {torch.float8_e4m3fn}
+    assert {slot.name for slot in layout.keys() - planned.keys()} >= {"model.embed_tokens.weight", "lm_head.weight"}
+    schedule, fault = prepared(tmp_path, parallel, {parallel.tp - 1: model})
+    assert fault == ""
+    turns = plan_turns(found, schedule.pulls(parallel.tp - 1), completed_rounds(schedule, range(parallel.num_workers)))
+    assert [
+        turn.quantiser for groups in turns.rounds for turn in groups if turn.quantiser
+    ] and turns.offsets.keys() == loaded.keys()
+    # vLLM makes what it has: also of new weights, which a refit brings.
+    weights = {slot: torch.empty_like(tensor) for slot, tensor in found[-1].loaded.items()}
+    made = found[-1].make(weights)
+    assert {slot: (tensor.shape, tensor.dtype) for slot, tensor in made.items()} == {
+        slot: (live[slot].shape, live[slot].dtype) for slot in found[-1].made
+    }

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
@@ -13,13 +14,17 @@ from mrl.config.fp8 import MX, form_of, input_widths, kept_layers, quantised_byt
 from mrl.config.load import load_config
 from mrl.config.model import sizes_of
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.fp8 import check_blocks
+from mrl.config.rules.fp8 import check_blocks, check_training
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.plan.facts import PlanModel
 from tests.sources import ROOT
 
 MEGATRON, ENGINE = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+
+
+def _qwen2() -> dict[str, object]:
+    return AutoConfig.for_model("qwen2").to_dict()
 
 
 def published(name: str) -> dict[str, object]:
@@ -37,12 +42,13 @@ def test_each_rank_has_whole_blocks_of_tokens(recipe: str, tokens: int):
     assert policy.row_multiple == tokens * 2 * 2
 
 
-def test_a_run_without_importance_sampling_is_warned():
+@pytest.mark.parametrize("key, value", [(f"{ENGINE}.precision", "fp8"), (f"{MEGATRON}.fp8_cfg.enabled", "true")])
+def test_a_run_without_importance_sampling_is_warned(key: str, value: str):
     for corrected in ("false", "true"):
         config = load_config(
-            "grpo_tiny.yaml", [f"{ENGINE}.precision=fp8", f"loss_fn.use_importance_sampling_correction={corrected}"]
+            "grpo_tiny.yaml", [f"{key}={value}", f"loss_fn.use_importance_sampling_correction={corrected}"]
         )
-        warned = [doubt for doubt in find_doubts(config) if doubt.startswith(f"{ENGINE}.precision")]
+        warned = [doubt for doubt in find_doubts(config) if doubt.startswith(key)]
         assert bool(warned) == (corrected == "false")
 
 
@@ -62,7 +68,7 @@ def test_scales_of_mxfp8_are_for_32_inputs():
     sizes = sizes_of(published("qwen3_30b_a3b"))
     cut = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", is_mx=True, tensor_parallel_size=4))
     # 32 heads of 128 over 4 workers; no dense layers, and no shared expert.
-    assert input_widths(cut, sizes) == [2048, 0, 1024, 0, 0]
+    assert input_widths(4, sizes) == [2048, 0, 1024, 0, 0]
     assert form_of(cut, sizes) == MX
     config = load_config("grpo_tiny.yaml", [f"{ENGINE}.precision=fp8", f"{ENGINE}.is_mx=true"])
     odd = dataclasses.replace(sizes_of(published("nemotron3_nano_30b_a3b")), experts=0, shared_ffn=3_728)
@@ -70,6 +76,19 @@ def test_scales_of_mxfp8_are_for_32_inputs():
     check_blocks(config, odd, problems)
     (problem,) = problems.merged
     assert problem.key == f"{ENGINE}.is_mx" and "have [3728] inputs" in problem.rule
+
+
+@pytest.mark.parametrize("recipe, multiple, odd", [("blockwise", 16, []), ("tensorwise", 16, []), ("mxfp8", 32, [112])])
+def test_products_of_training_take_whole_groups_of_inputs(recipe: str, multiple: int, odd: list[int]):
+    """896 inputs of Qwen2.5-0.5B over 8 ranks; Transformer Engine says it in the first step."""
+    model = sizes_of({**_qwen2(), "num_attention_heads": 14, "hidden_size": 896, "intermediate_size": 4096})
+    words = [f"{MEGATRON}.fp8_cfg.enabled=true", f"{MEGATRON}.fp8_cfg.fp8_recipe={recipe}"]
+    config = load_config("grpo_tiny.yaml", [*words, f"{MEGATRON}.tensor_model_parallel_size=8"])
+    problems = Problems(config)
+    check_training(config, model, problems)
+    rules = [problem.rule for first in problems.merged for problem in (first, *first.also)]
+    said = f"linear layers of a rank have {odd} inputs, and {recipe} takes multiples of {multiple}"
+    assert [rule for rule in rules if "inputs, and" in rule] == ([said] if odd else [])
 
 
 def test_chosen_layers_stay_in_bfloat16():
