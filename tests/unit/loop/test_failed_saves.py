@@ -17,6 +17,7 @@ from mrl.store.ledger import replay
 from tests.unit.loop.operations import FAULTS, Operations, failing, in_child
 from tests.unit.loop.test_ends import ends as ends  # noqa: PLC0414 -- a fixture
 from tests.unit.loop.test_ends import one_step
+from tests.unit.loop.test_ends import settings as settings  # noqa: PLC0414 -- a fixture
 from tests.unit.loop.test_saving import Attempt
 
 pytestmark = pytest.mark.usefixtures("no_report")
