@@ -53,6 +53,8 @@ class Listener:
         """The signal that asked the run to save a checkpoint and end; None: none has."""
         self.is_listening = False
         self.cleanups: list[Callable[[], object]] = []
+        self.left = (ENDED_EARLY, "")
+        """Exit code and reason while `cleanups` run."""
         self.reaper_pid: int | None = None
         """The child that kills this process's other children once it has closed its pipe."""
         self._ending = ""
@@ -127,6 +129,8 @@ class Listener:
             self.take(signal.Signals(found.si_signo), found.si_pid)
 
     def _leave(self, reason: str, code: int) -> NoReturn:
+        self.left = code, reason
+
         def clean_up() -> None:
             logger.warning("%s; the same command goes on", reason)
             for cleanup in reversed(self.cleanups):

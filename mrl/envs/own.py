@@ -81,6 +81,7 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
         search_path=tuple(os.path.abspath(path) for path in sys.path),
         variables={} if endpoints is None else {env.MRL_ENDPOINTS.name: str(endpoints)},
         allowances=tuple(own.allow),
+        is_repeatable=False,
     )
 
 

@@ -90,7 +90,7 @@ class RewardLoad:
 
 @dataclass(eq=False)
 class Job:
-    """A task, and the verdict to come for all rollouts that are equal."""
+    """A task, and the verdict to come, of repeatable environments for all rollouts that are equal."""
 
     task: Task
     verdict: asyncio.Future[Verdict]
@@ -114,8 +114,8 @@ class RewardPool:
         self._children = [Child(environment, memory_bytes) for _ in range(environment.num_workers)]
         self._spare: Child | None = None
         self._num_failed_starts = 0
-        self._jobs: dict[Task, Job] = {}
-        """Jobs without a verdict, and those that are remembered."""
+        self._jobs: dict[object, Job] = {}
+        """Jobs without a verdict, and those that are remembered; by their tasks, or by themselves."""
         self._remembered = deque[Task]()
         self._queue = deque[Job]()
         self._num_busy, self._is_one_alone = 0, False
@@ -148,7 +148,9 @@ class RewardPool:
         return len(self._queue)
 
     def submit(self, task: Task) -> Job:
-        """Queues a task; returns its job. Equal tasks are one job; good verdicts of short texts are remembered.
+        """Queues a task; returns its job.
+
+        Where verdicts are repeatable, equal tasks are one job, and good verdicts of short texts are remembered.
 
         A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it
         waited for a child before; one that kills its child `crash`; one whose reward function raises, or gives a reward
@@ -162,10 +164,14 @@ class RewardPool:
         if not self._children:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
         if (job := self._jobs.get(task)) is None:
-            job = self._jobs[task] = Job(task, asyncio.get_running_loop().create_future())
+            job = Job(task, asyncio.get_running_loop().create_future())
+            self._jobs[self._key(job)] = job
             self._queue.append(job)
             self._wake()
         return job
+
+    def _key(self, job: Job) -> object:
+        return job.task if self.environment.is_repeatable else job
 
     async def _work(self, place: int) -> None:
         """Judges one job after another with one child. If children no longer start, every job gets the error."""
@@ -212,8 +218,9 @@ class RewardPool:
     def _give(self, job: Job, verdict: Verdict) -> None:
         job.verdict.set_result(verdict)
         # Only good verdicts: a mask may not have been the text's fault.
-        if verdict.status != "ok" or len(verdict.text) > MAX_REMEMBERED_CHARACTERS:
-            del self._jobs[job.task]
+        is_repeatable = self.environment.is_repeatable
+        if not is_repeatable or verdict.status != "ok" or len(verdict.text) > MAX_REMEMBERED_CHARACTERS:
+            del self._jobs[self._key(job)]
             return
         self._remembered.append(job.task)
         if len(self._remembered) > MAX_REMEMBERED:

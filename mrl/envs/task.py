@@ -109,6 +109,9 @@ class Environment:
     blames_text: bool = False
     """True when the function can judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A
     user's own function may fail by its own mistake, or because a server that it asks does not answer."""
+    is_repeatable: bool = True
+    """True when equal tasks have equal verdicts, so that one is enough. A user's own function may draw, count, or ask a
+    model."""
     name: str = ""
     """Name in rows."""
 

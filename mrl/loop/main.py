@@ -50,6 +50,7 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
     folder = RunFolder(training.config, training.identity)
     LISTENER.cleanups.append(folder.give_back)
     folder.open()
+    LISTENER.cleanups.append(lambda: folder.note_end(*LISTENER.left))
     startup.lap("input")
     return folder
 

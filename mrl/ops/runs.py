@@ -155,11 +155,17 @@ def show(folder: Path) -> list[str]:
         lines += [f"  {line}" for line in differences(before, now)] if before else []
         before = now
     lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
-    saved = ", ".join(
-        f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder)
-    )
+    saved = ", ".join(_saved(found, rows, config) for found in checkpoints_of(folder))
     advice = [advisory.line() for advisory in advisories(rows, facts_of(config))]
     return [*lines, f"checkpoints: {saved or 'none'}", *advice]
+
+
+def _saved(checkpoint: Json, rows: Sequence[Row], config: Json) -> str:
+    """A checkpoint's step, size, and the metric that ranks it."""
+    name = str(setting(config, "checkpointing.metric_name")).replace(":", "/", 1)
+    ranks = [value for row in rows if row["step"] == checkpoint["step"] and (value := row.get(name)) is not None]
+    size = f"{int(str(checkpoint['bytes'])) / 2**20:,.1f} MiB"
+    return f"step {checkpoint['step']} ({', '.join([size, *(f'{name} {number(value)}' for value in ranks)])})"
 
 
 def compare(one: Path, other: Path) -> list[str]:
@@ -180,13 +186,12 @@ def compare(one: Path, other: Path) -> list[str]:
         lines.append(f"equal metrics in all common steps ({len(steps)})")
     else:
         lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
-    shared = [
-        name
-        for name in SHOWN
-        if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))
-    ]
+    both = {name for row in rows.values() for name in row} & {name for row in others.values() for name in row}
+    # Of an environment each: rewards' components, and what rewards and agents measure.
+    own = sorted(name for name in both - SHOWN.keys() if name.startswith(("rollout/", "val/")) and name.count("/") == 2)
+    shared = [name for name in (*SHOWN, *own) if name in both and repeats(name)]
     table = [
-        ("metric (first -> last)", "A", "B"),
+        ("metric (first -> last)", f"A, {len(rows)} steps", f"B, {len(others)} steps"),
         *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),
     ]
     return [*lines, *aligned(table)]

@@ -239,7 +239,7 @@ RULES = (
     Advice("kl", "look", "kl", _mean("train/kl_penalty"), 0.5,
          "the policy runs away from the reference",
          "loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"),
-    Advice("grad_norm", "look", "grad_norm", _mean("train/grad_norm", steps=3), 10.0,
+    Advice("grad_norm", "look", "grad_norm, 3 steps,", _mean("train/grad_norm", steps=3), 10.0,
          "the learning rate is too high, or rewards are noisy",
          "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm"),
     Advice("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,

@@ -128,8 +128,13 @@ class CheckpointStore:
         """Makes a folder with `state`, into which models write their weights; `commit` turns it into a checkpoint."""
         if self.metric_name is not None and self._value(state) is None:
             value = state.metrics.get(self.metric_name)
-            found = f"no metric {self.metric_name}" if value is None else f"{self.metric_name} = {value}"
-            logger.warning("step %d has %s (checkpointing.metric_name): its checkpoint ranks last", state.step, found)
+            kind = f"{self.metric_name.partition('/')[0]}/"
+            found = f"has no metric {self.metric_name}" if value is None else f"has {self.metric_name} = {value}"
+            level = logging.WARNING
+            if kind == "val/" and not any(name.startswith(kind) for name in state.metrics):
+                found, level = "was not validated", logging.INFO
+            ranks = f"its checkpoint ranks last by {self.metric_name} (checkpointing.metric_name)"
+            logger.log(level, "step %d %s: %s", state.step, found, ranks)
         pending = Checkpoint(state.step, self.folder / f"tmp_step_{state.step}")
         text = json.dumps(dataclasses.asdict(state), indent=1)
         within(IO_TIMEOUT_S, f"begin of {pending.folder}", self._lay_out, pending, tuple(models), text)

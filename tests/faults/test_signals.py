@@ -201,6 +201,8 @@ def test_a_second_ctrl_c_ends_at_once(inputs: list[str], tmp_path: Path):
         assert "Traceback" not in attempt.text() and attempt.text().count(GOES_ON) == 1, attempt.text()
         attempt.assert_nothing_survives()
     assert not (run_folder / "owner.json").exists()
+    (ended,) = run_folder.glob("logs/exp_*/ended.json")
+    assert json.loads(ended.read_text())["code"] == ENDED_AT_ONCE
     disturb(inputs, run_folder, "end", signal.SIGTERM, "driver")
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.envs import scorer
+from mrl.config.schema.env import EnvConfig
+from mrl.envs import own, scorer
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.unit.envs.deadlines import culprits_miss_theirs
@@ -112,6 +113,19 @@ def test_equal_items_are_scored_once(pool: Pool):
     assert pool.counts["cached"] == before + 4
     pool.score(tasks([("twin", "twin")]))
     assert pool.counts["cached"] == before + 5
+
+
+def test_what_is_not_repeatable_judges_equal_items_one_by_one():
+    with Pool(replace(HOSTILE, is_repeatable=False, timeout_s=HANG_S)) as pool:
+        (task,) = tasks([("twin", "twin")])
+
+        async def judged() -> list[float]:
+            jobs = [pool.pool.submit(task) for _ in range(3)]
+            return [(await job.verdict).reward for job in jobs]
+
+        assert pool.run(judged()) == [1.0] * 3
+        assert pool.pool.num_begun == 3 and not pool.pool._jobs
+    assert not own.environment("mine", EnvConfig(), None).is_repeatable
 
 
 def test_faults_are_not_remembered(pool: Pool):

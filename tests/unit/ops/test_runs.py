@@ -115,6 +115,9 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     # Times differ at each step.
     assert "the metrics part at step 2: train/loss" in lines
     table = [line.split("  ") for line in lines]
+    assert ["metric (first -> last)", "A, 4 steps", "B, 3 steps"] in [
+        [cell.strip() for cell in row if cell.strip()] for row in table
+    ]
     assert ["train/loss", "2 -> 1", "2 -> 1.25"] in [[cell.strip() for cell in row if cell.strip()] for row in table]
     equal = said(capsys, "compare", one, run(tmp_path / "c", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5))
     assert "the configs are equal" in equal and "equal metrics in all common steps (4)" in equal

@@ -201,7 +201,20 @@ def test_a_metric_that_is_no_number_decides_nothing(
         assert (tmp_path / f"step_{step}").exists() and (tmp_path / f"step_{min(step, 2)}").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_5"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"step 3 has val/accuracy = {no_number} (checkpointing.metric_name): its checkpoint ranks last"
+        f"step 3 has val/accuracy = {no_number}: its checkpoint ranks last by val/accuracy (checkpointing.metric_name)"
+    ]
+
+
+def test_a_step_without_validation_is_told_from_one_without_the_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    for metrics in ({"train/loss": 1.0}, {"val/reward": 1.0}):
+        store(tmp_path).begin(RunState(step=3, metrics=metrics))
+    ranks = "its checkpoint ranks last by val/accuracy (checkpointing.metric_name)"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"step 3 was not validated: {ranks}"),
+        ("WARNING", f"step 3 has no metric val/accuracy: {ranks}"),
     ]
 
 
@@ -252,7 +265,7 @@ def test_a_checkpoint_that_cannot_be_ranked_is_told(tmp_path: Path, caplog: pyte
     checkpoints.begin(RunState(step=1, metrics={"train/loss": 1.0}))
     assert not caplog.records
     checkpoints.begin(RunState(step=2, metrics={"val/loss": 1.0}))
-    assert "step 2 has no metric train/loss (checkpointing.metric_name)" in caplog.text
+    assert "step 2 has no metric train/loss: its checkpoint ranks last" in caplog.text
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path):
