@@ -421,7 +421,8 @@ def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) 
     method = generation.speculative_method
     if method not in METHODS:
         rule = "proposes with weights that no refit brings, or by a kernel that mrl has not proven exact"
-        problems.add(f"{_SECTION}.method" if method else _SECTION, rule, f"use method {' or '.join(METHODS)}")
+        ways = METHODS if model.num_mtp_steps == 1 else METHODS[1:]
+        problems.add(f"{_SECTION}.method" if method else _SECTION, rule, f"use method {' or '.join(ways)}, or none")
     if not speculation.get("num_speculative_tokens"):
         problems.add(
             _SECTION,
@@ -431,5 +432,5 @@ def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) 
     if model.has_delta_nets:
         problems.add(_SECTION, "speculation with gated delta nets is not built", "leave it out")
     if method == "mtp" and model.num_mtp_steps != 1:
-        rule = f"the model's num_nextn_predict_layers is {model.num_mtp_steps}, and vLLM's drafter has 1"
+        rule = f"mrl converts {model.num_mtp_steps} layers of multi-token prediction here, and vLLM's drafter has 1"
         problems.add(f"{_SECTION}.method", rule, "use ngram, which needs none")

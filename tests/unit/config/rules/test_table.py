@@ -303,14 +303,14 @@ SELECTIVE & PARTS=[moe_act] => PARTS=['moe_act'] -> Transformer Engine's experts
 MEGATRON.activation_checkpointing=true & PARTS=[moe] => PARTS=['moe'] -> recompute_granularity=full
 PIPELINE=2 & FIRST_STAGE=3 & VIRTUAL=2 -> Megatron's hybrid models have no virtual stages; set it to null
 # speculation, HTTP server, arguments of libraries
-SPECULATE={method: eagle3, num_speculative_tokens: 2} => SPECULATE.method=eagle3 -> use method mtp or ngram
-SPECULATE={num_speculative_tokens: 2} => SPECULATE -> use method mtp or ngram
+SPECULATE={method: eagle3, num_speculative_tokens: 2} => SPECULATE.method=eagle3 -> use method ngram, or none
+SPECULATE={num_speculative_tokens: 2} => SPECULATE -> use method ngram, or none
 SPECULATE={method: ngram, num_speculative_token: 1} => SPECULATE.num_speculative_token=1 -> no argument -> is num_speculative_tokens -> ...
 SPECULATE={method: ngram, num_speculative_tokens: few} => SPECULATE.num_speculative_tokens=few -> not a value -> whole number
 SPECULATE={method: ngram, num_speculative_tokens: 1, model: m} => SPECULATE.model=m -> a refit brings -> remove the key
 SPECULATE={method: ngram, rejection_sample_method: synthetic} => SPECULATE.rejection_sample_method=synthetic -> remove the key -> ...
 SPECULATE={method: ngram} => SPECULATE -> set num_speculative_tokens, for example to 1
-SPECULATE={method: mtp, num_speculative_tokens: 1} => SPECULATE.method=mtp -> the model's num_nextn_predict_layers is 0
+SPECULATE={method: mtp, num_speculative_tokens: 1} => SPECULATE.method=mtp -> mrl converts 0 layers of multi-token prediction
 SERVED & CHAT.tool_parser=qwen3_codr -> nearest is qwen3_coder
 SERVED & CHAT.reasoning_parser=nemotron -> nearest is nemotron_v3
 SERVED & CHAT.enable_auto_tools=true -> fine
@@ -371,6 +371,7 @@ NEXT_num_layers=1 -> the model has no MTP layers (num_nextn_predict_layers of it
 NEXT_num_layers=1 -> fine
 NEXT_num_layers=5 & NEXT_use_repeated_layer=true & NEXT_detach_heads=true -> fine
 SPECULATE={method: mtp, num_speculative_tokens: 3} & policy.router_replay.enabled=true -> fine
+SPECULATE={method: deepseek_mtp, num_speculative_tokens: 1} => SPECULATE.method=deepseek_mtp -> use method mtp or ngram, or none
 NEXT_num_layers=5 -> set it to 1, or NEXT_use_repeated_layer to true
 ADAPTERS & NEXT_num_layers=1 -> or train without adapters
 NEXT_num_layers=-1 -> at least 0
@@ -379,7 +380,7 @@ NEXT_num_layers=1 -> a reward model predicts no tokens
 [grpo_tiny.yaml {"num_nextn_predict_layers": 2}]
 NEXT_num_layers=1 -> the model has MTP layers for 2 tokens
 NEXT_num_layers=5 & NEXT_use_repeated_layer=true -> set it to false, and NEXT_num_layers to 2
-SPECULATE={method: mtp, num_speculative_tokens: 2} => SPECULATE.method=mtp -> vLLM's drafter has 1; use ngram
+SPECULATE={method: mtp, num_speculative_tokens: 2} => SPECULATE.method=mtp -> drafter has 1; use ngram
 [grpo_tiny.yaml {"hybrid_override_pattern": "M-M*-M-"}]
 EXPERT=1 & ENGINE.tensor_parallel_size=2 -> fine
 EXPERT=1 & ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=2 -> the model has 0 experts; set it to 1
