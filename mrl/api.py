@@ -48,7 +48,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(repr=False)
 class Loop:
     """A started run. A step is `rollouts.take`, `policy.train` as often as you like, and `refit.run`, which ends it.
 
@@ -74,6 +74,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.policy, self.engines, self.refit, self.rollouts = Policy(self), Engines(self), Refit(self), Rollouts(self)
+
+    def __repr__(self) -> str:
+        return f"Loop(step {self.state.step} of {self.last_step}, {self.config.checkpointing.checkpoint_dir})"
 
     @property
     def config(self) -> RunConfig:
@@ -117,7 +120,7 @@ class Loop:
         if self.step is not None:
             raise RuntimeError("a step is under way: call loop.refit.run() to end it first")
         if self.is_over:
-            raise Stopped
+            raise Stopped(f"the run is over after step {self.state.step} of {self.last_step}; start begins it again")
         return Step.after(self.state)
 
     def step_under_way(self) -> Step:
@@ -156,9 +159,13 @@ def check_sequences(sequences: Sequence[TrainSequence]) -> None:
                 f"policy.train takes sequences, and entry {index} is a {type(sequence).__name__}; "
                 "loop.rollouts.sequences(groups) makes them of groups"
             )
-        if not math.isfinite(sequence.advantage):
-            name = f"sequence {index} (of {sequence.rollout.prompt_id})"
-            raise ValueError(f"policy.train: {name} has advantage {sequence.advantage}; give a number")
+        try:
+            is_number = math.isfinite(sequence.advantage)
+        except TypeError:
+            is_number = False
+        if not is_number:
+            name, value = f"sequence {index} (of {sequence.rollout.prompt_id})", f"{sequence.advantage!r:.60}"
+            raise ValueError(f"policy.train: {name} has advantage {value}; give one number for the whole rollout")
 
 
 @dataclass(frozen=True)
@@ -226,8 +233,12 @@ class Engines:
         from mrl.loop.rollouts import VALIDATION_EPOCH
         from mrl.store.summary import Clock
 
-        if num_generations < 1 or not all(isinstance(prompt, Prompt) for prompt in prompts):
-            raise ValueError("engines.sample takes a list of loop.prompts, and num_generations of at least 1")
+        if num_generations < 1:
+            raise ValueError(f"engines.sample: num_generations={num_generations}; use at least 1")
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, Prompt):
+                what = f"entry {index} is a {type(prompt).__name__}"
+                raise ValueError(f"engines.sample takes a list of loop.prompts, and {what}")
         self._loop.check_refitted("engines.sample")
         supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
@@ -297,7 +308,8 @@ def ending(run: Run[Supplier], state: RunState) -> tuple[int, str]:
     """Exit code and last line of a block without an error, which `break` may leave before the last step."""
     if not run.is_over and not run.budget.is_over:
         step = f"step {state.step} of {run.last_step}"
-        return ENDED_EARLY, f"The loop was left after {step}; the same command goes on from its newest checkpoint"
+        lost = ", which lacks it: `await loop.policy.save()` would have kept it" if run.saver.lacks(state) else ""
+        return ENDED_EARLY, f"The loop was left after {step}; the same command goes on from its newest checkpoint{lost}"
     if run.is_done(state):
         return DONE, "The run is complete"
     return ENDED_EARLY, "Ended before the last step; the same command goes on"
@@ -350,6 +362,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
             async with start_run(training, folder, checkpoint, budget) as (run, state):
                 yield Loop(run, state)
         (code, said), must_exit = ending(run, state), run.budget.is_over
+        run.is_over = True  # for who still holds the loop
     except BaseException as error:
         said = f"The loop ended: {type(error).__name__}: {error}"
         raise

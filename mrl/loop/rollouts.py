@@ -89,8 +89,9 @@ class RolloutSupplier:
         self.watch.num_steps = int(state.metrics.get(NO_SIGNAL_IN_A_ROW, 0))
         supplied = await self.queue.take(state, step.clock)
         if supplied is None:
-            logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
-            raise Stopped
+            reason = f"All prompts are consumed (grpo.max_num_epochs={self.config.rollouts.max_num_epochs})"
+            logger.info("%s", reason)
+            raise Stopped(reason)
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
         if self.config.data.difficulty_pools:
             step.rewards = supplied.rewards

@@ -400,7 +400,7 @@ class Budget:
     def check(self) -> None:
         """Raises Stopped if a signal came. Call it where the run may stop at once, with its last step's weights."""
         if self._listener.first is not None:
-            raise Stopped
+            raise Stopped(f"{self._listener.first.name} ends the run")
 
     @property
     def is_over(self) -> bool:

@@ -88,6 +88,8 @@ def test_sequences_that_cannot_be_trained_are_refused():
     check_sequences([good])
     with pytest.raises(ValueError, match=r"sequence 1 \(of .*\) has advantage nan"):
         check_sequences([good, replace(good, advantage=float("nan"))])
+    with pytest.raises(ValueError, match=r"advantage \[0.1\]; give one number for the whole rollout"):
+        check_sequences([replace(good, advantage=cast(Any, [0.1]))])
     with pytest.raises(ValueError, match=r"entry 0 is a RolloutGroup; loop.rollouts.sequences\(groups\) makes them"):
         check_sequences([group([1.0])])  # pyright: ignore[reportArgumentType]
 
@@ -116,10 +118,13 @@ def test_calls_of_a_loop_come_one_after_the_other():
 def test_a_loop_left_before_its_last_step_is_not_complete(
     step: int, is_over: bool, is_asked: bool, code: int, said: str
 ):
-    budget = SimpleNamespace(is_over=is_asked)
-    run = Run(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, budget), 9, is_over=is_over)
+    budget, saver = SimpleNamespace(is_over=is_asked), SimpleNamespace(lacks=lambda state: state.step == 4)
+    run = Run(
+        cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, saver), cast(Any, budget), 9, is_over=is_over
+    )
     found = api.ending(cast(Any, run), RunState(step=step))
     assert found[0] == code and found[1].startswith(said)
+    assert ("would have kept it" in found[1]) == (not is_over)
 
 
 @as_story
