@@ -26,8 +26,9 @@ from mrl import env
 from mrl.config.model import model_folder
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, spell_bytes
-from mrl.store.checkpoints import checkpoints_text, is_run_folder
+from mrl.store.checkpoints import checkpoints_text, find_damage, is_run_folder
 from mrl.store.console import bar_progress
+from mrl.store.marks import MARKER
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,10 @@ def _run(options: argparse.Namespace) -> int:
             max_bytes = None if options.max_size is None else size_in_bytes(options.max_size, option="--max-size")
             clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
         return 0
+    if options.command == "verify" and (options.folder / MARKER).exists():
+        damage = find_damage(options.folder)
+        found = [f"{options.folder}: {damage}"] if damage else []
+        return _report(found, f"{options.folder} is what its manifest says: every file")
     if options.command == "verify":
         return _report(
             faults_against_manifest(options.folder),
@@ -221,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify", help="files and tensors of a converted folder against its manifest; exit code 1 if one is damaged"
     )
-    verify.add_argument("folder", type=Path, metavar="DIR", help="a folder that hf-to-mcore or mcore-to-hf has written")
+    verify.add_argument("folder", type=Path, metavar="DIR", help="a step_N of a run, or a converted folder")
     cache = commands.add_parser("cache", help="the cache of converted models that training runs fill")
     cache_commands = cache.add_subparsers(dest="cache_command", required=True)
     cache_commands.add_parser("list", help="entries and leftovers: key, size, time since the last use, state, model")

@@ -20,7 +20,10 @@ from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
 from mrl.check import find_target
 from mrl.config.model import model_folder
+from mrl.config.schema.run import CheckpointingConfig
 from mrl.convert import _report, main, size_in_bytes
+from mrl.store.checkpoints import CheckpointStore
+from mrl.types import RunState
 from tests.tiny import TINY_CONFIG as TINY
 
 
@@ -231,6 +234,18 @@ def test_exit_codes_of_compare_and_verify(
     assert main(["verify", str(wide)]) == 1
     assert capsys.readouterr().out == "iter_0000000/__0_0.distcp: its checksum differs, so the file is damaged\n"
     assert main(["compare", str(wide), str(wide)]) == 0
+
+
+def test_a_run_s_checkpoint_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    store = CheckpointStore(tmp_path, CheckpointingConfig())
+    pending = store.begin(RunState(step=3, metrics={"val/accuracy": 1.0}))
+    (pending.weights / "data").write_bytes(b"whole")
+    step = store.commit(pending, {}).folder
+    assert main(["verify", str(step)]) == 0
+    (step / "policy/weights/data").write_bytes(b"holes")
+    assert main(["verify", str(step)]) == 1
+    whole, damaged = capsys.readouterr().out.splitlines()
+    assert whole.endswith("is what its manifest says: every file") and "policy/weights/data" in damaged
 
 
 def test_equal_complaints_are_counted(caplog: pytest.LogCaptureFixture):
