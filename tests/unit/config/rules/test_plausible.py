@@ -56,6 +56,8 @@ OTHERS = [
      ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]),
     ("grpo_tiny.yaml", "policy.generation.vllm_cfg.precision=fp8", "rounded to FP8",
      ["loss_fn.use_importance_sampling_correction=false"]),
+    ("grpo_tiny.yaml", "policy.megatron_cfg.fp8_cfg.enabled=true", "the trainer rounds what it multiplies to FP8",
+     ["loss_fn.use_importance_sampling_correction=false"]),
     ("grpo_tiny.yaml", "checkpointing.keep_unfinished_s=30", "keeps no rollouts, and no unfinished ones",
      ["checkpointing.keep_rollouts_gb=0"]),
     ("grpo_tiny.yaml", "grpo.max_num_epochs=1", "data.difficulty_pools has no effect in the first epoch",
