@@ -84,7 +84,7 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         ),
         "engines sample from weights rounded to FP8, and the trainer has others; " + _CORRECT,
     ),
-    "policy.megatron_cfg.fp8_cfg.enabled": (
+    "policy.megatron_cfg.fp8_cfg.fp8_recipe": (
         lambda config: (
             config.has_engines
             and config.policy.megatron_cfg.fp8_cfg.enabled

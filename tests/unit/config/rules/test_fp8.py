@@ -42,12 +42,13 @@ def test_each_rank_has_whole_blocks_of_tokens(recipe: str, tokens: int):
     assert policy.row_multiple == tokens * 2 * 2
 
 
-@pytest.mark.parametrize("key, value", [(f"{ENGINE}.precision", "fp8"), (f"{MEGATRON}.fp8_cfg.enabled", "true")])
-def test_a_run_without_importance_sampling_is_warned(key: str, value: str):
+@pytest.mark.parametrize(
+    "given, key",
+    [(f"{ENGINE}.precision=fp8", f"{ENGINE}.precision"), (f"{MEGATRON}.fp8_cfg.enabled=true", f"{MEGATRON}.fp8_cfg")],
+)
+def test_a_run_without_importance_sampling_is_warned(given: str, key: str):
     for corrected in ("false", "true"):
-        config = load_config(
-            "grpo_tiny.yaml", [f"{key}={value}", f"loss_fn.use_importance_sampling_correction={corrected}"]
-        )
+        config = load_config("grpo_tiny.yaml", [given, f"loss_fn.use_importance_sampling_correction={corrected}"])
         warned = [doubt for doubt in find_doubts(config) if doubt.startswith(key)]
         assert bool(warned) == (corrected == "false")
 
