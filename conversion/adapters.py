@@ -9,15 +9,18 @@ library only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
+from conversion.boxes import Piece, full
 from conversion.cuts import (
+    AxisRank,
     Canonical,
     ColumnParallel,
     Cut,
+    Cutout,
     Experts,
     Gated,
     Joined,
@@ -52,7 +55,33 @@ LINEAR: Mapping[str, Kind] = {
 INPUT, OUTPUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 """Suffixes of a linear layer's A and B, as Megatron-Bridge names them."""
 
+HELD_BY_ENGINES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Linear layers of attention and dense MLPs, whose adapters an engine can hold beside the weights."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for; adapters of another rank are padded with zeros."""
+
+HOLDING_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families of which engines can hold adapters, by model_type."""
 _LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class HeldAdapters:
+    """Adapters that engines hold beside the weights which they change."""
+
+    layers: tuple[str, ...]
+    """Full names of the linear layers that have one."""
+    dim: int
+
+    @property
+    def rank(self) -> int:
+        """Rank of the tensors in which vLLM holds the factors."""
+        return min(rank for rank in RANKS if rank >= self.dim)
+
+    def modules(self, family: Family, hf_config: HfConfig) -> list[str]:
+        """Full names of vLLM's linear layers that get an adapter."""
+        rules = _linear_rules(family.model(hf_config, None))
+        return [f"model.layers.{rules[name][0]}.{_module(rules[name][1])}" for name in self.layers]
 
 
 def linear_layers(family: Family, hf_config: HfConfig) -> list[str]:
@@ -99,6 +128,36 @@ def adapter_family(family: Family, layers: tuple[str, ...], dim: int) -> Family:
         return Model(first=(), layers=tuple(map(tuple, rules)), last=())
 
     return replace(family, model=model)
+
+
+@lru_cache(maxsize=16)
+def engine_adapter_family(family: Family, held: HeldAdapters) -> Family:
+    """The factors as vLLM holds them: for each tensor of a fused layer an A of its own, equal to the others, and a B.
+
+    Only `vllm_layout` is of use. The names end in `lora_a.INDEX` and `lora_b.INDEX`.
+    """
+
+    def model(hf_config: HfConfig, padded_vocabulary: int | None) -> Model:
+        base = family.model(hf_config, padded_vocabulary)
+        rules: list[list[Rule]] = [[] for _ in base.layers]
+        for name, (index, rule) in _linear_rules(base).items():
+            if name in held.layers:
+                rules[index] += _engine_factors(rule, held)
+        return Model(first=(), layers=tuple(map(tuple, rules)), last=())
+
+    return replace(family, model=model)
+
+
+def held_apart(family: Family, hf_config: HfConfig, layers: Sequence[str]) -> list[str]:
+    """Those of the layers whose adapters engines cannot hold beside the weights: they take them merged only."""
+    if hf_config.get("model_type") not in HOLDING_FAMILIES:
+        return list(layers)
+    rules = _linear_rules(family.model(hf_config, None))
+    return [
+        name
+        for name in layers
+        if name.rpartition(".")[2] not in HELD_BY_ENGINES or isinstance(rules[name][1].cut, Experts)
+    ]
 
 
 def adapted_weights(model: Model, layers: Sequence[str]) -> Model:
@@ -185,3 +244,44 @@ def _rule(rule: Rule, cut: Cut, suffix: str) -> Rule:
     return Rule(
         cut_or_experts, module.removesuffix(".weight") + suffix, checkpoint=key.removesuffix(".weight") + suffix
     )
+
+
+def _module(rule: Rule) -> str:
+    return rule.vllm.removesuffix(".weight")
+
+
+def _engine_factors(rule: Rule, held: HeldAdapters) -> list[Rule]:
+    a, b = (factor.cut for factor in _factors(rule, held.dim))
+    assert isinstance(a, Cut) and isinstance(b, Cut), rule
+    rules = []
+    for index, tensor in enumerate(b.tensors):
+        for letter, cut, of_slice, dim in (("a", a, a.tensors[0], 0), ("b", b, tensor, 1)):
+            name = f"{_module(rule)}.lora_{letter}.{index}"
+            rules.append(Rule(cut, "", vllm=name, vllm_cut=_Slice(cut, of_slice, dim, held.rank)))
+    return rules
+
+
+@dataclass(frozen=True)
+class _Slice(Cut):
+    """One tensor of a fused cut, apart, with zeros behind it up to `size` in the dimension `dim`."""
+
+    fused: Cut
+    tensor: Canonical
+    dim: int
+    size: int
+
+    def megatron(self, shard: AxisRank) -> Cutout:
+        raise AssertionError("engines alone hold slices")
+
+    def vllm(self, shard: AxisRank) -> Cutout:
+        found = [piece for piece in self.fused.vllm(shard).pieces if piece.name == self.tensor.name]
+        first, stop = min(piece.local[0][0] for piece in found), max(piece.local[0][1] for piece in found)
+        pieces = tuple(
+            Piece(piece.name, piece.box, ((piece.local[0][0] - first, piece.local[0][1] - first), *piece.local[1:]))
+            for piece in found
+        )
+        shape = [stop - first, found[0].local[1][1]]
+        held, shape[self.dim] = shape[self.dim], self.size
+        padding = list(full(shape))
+        padding[self.dim] = (held, self.size)
+        return Cutout(tuple(shape), pieces, (tuple(padding),) if held < self.size else ())

@@ -20,6 +20,7 @@ from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import importing, own_temporary_folder, start_actor_process
 from mrl.cluster.policies import hold_port
 from mrl.cluster.scheduling import num_gateways
+from mrl.config.held_adapters import held_adapters
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.environment import EngineNodes
@@ -113,4 +114,5 @@ def engine_settings(config: RunConfig) -> dict:
         seed=config.rollouts.seed,
         keeps_routes=config.policy.router_replay.enabled,
         tokenizer=config.policy.tokenizer.name if generation.stop_strings or num_gateways(config) else None,
+        adapters=held_adapters(config.policy),
     )

@@ -3,6 +3,8 @@
 
 However many rounds a refit has, the driver calls each policy rank once and each engine twice, to refit and to serve:
 ranks and engine workers wait for each other (`mrl.refit.pace`).
+Where engines hold adapters beside the weights, these move alone, by a schedule of their own. The weights below move
+once, and again to an engine that was restarted.
 A refit is idempotent until its version is set: if an engine dies in it, the driver has all others leave the attempt,
 starts the engine again and begins the refit anew.
 """
@@ -13,7 +15,8 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -34,13 +37,14 @@ from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
+from mrl.config.held_adapters import held_adapters
 from mrl.config.schema.run import RunConfig
 from mrl.env import kill_point
 from mrl.plan.deadlines import start_deadline
 from mrl.refit.checksum import check_unchanged
 from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress
-from mrl.refit.inputs import ExchangeMember, RefitInputs, WorkerRefit
+from mrl.refit.inputs import ExchangeMember, Part, RefitInputs, WorkerRefit
 from mrl.refit.pull import VerifyReport
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,16 @@ class RefitReport:
         return {f"refit/{name}": float(value) for name, value in vars(self).items()}
 
 
+@dataclass
+class _Move:
+    """What moves one part: its schedule, the memory of the ranks, and the exchange group, None until it is made."""
+
+    schedule: Schedule
+    inputs: RefitInputs
+    handles: dict[int, GpuHandles] = field(default_factory=dict)
+    address: GroupAddress | None = None
+
+
 class Refitter:
     """Moves the policy's settled weights into the engines."""
 
@@ -86,6 +100,9 @@ class Refitter:
         inputs = refit_inputs(config, placement, policies, engines)
         self.schedule = build_schedule(config, inputs)
         self.inputs = inputs.signed(self.schedule)
+        self.moves: dict[Part, _Move] = {"weights": _Move(self.schedule, self.inputs)}
+        self._held = set[int]()
+        """Engines that hold the weights below the adapters; empty where the weights themselves move."""
         self.has_experts = bool(family(inputs.hf_config).expert_layers(inputs.hf_config))
         self.model = Path(config.policy.model_name)
         summary = self.schedule.summary
@@ -96,10 +113,14 @@ class Refitter:
             logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)
         self.dedicated = [index for index, slots in self.slots.items() if slots[0] >= num_ranks]
-        self._handles: dict[int, GpuHandles] = {}
+        if held_adapters(config.policy) is not None:
+            inputs = refit_inputs(config, placement, policies, engines, "adapters")
+            schedule = build_schedule(config, inputs)
+            logger.info("Refit schedule of the adapters alone: %s", schedule.summary)
+            self.moves["adapters"] = _Move(schedule, inputs.signed(schedule))
         self._num_groups = 0
-        self._address: GroupAddress | None = None
-        self._meet()
+        for move in self.moves.values():
+            self._meet(move)
         self._point_at_sources([index for index in self.slots if index not in self.dedicated])
 
     async def zero(self) -> RefitReport:
@@ -110,6 +131,8 @@ class Refitter:
         """
         self.weight_version += 1
         report = await self._refit(range(self.engines.num_engines), witness={})
+        # A checkpoint's weights may come next.
+        self._held.clear()
         logger.info(
             "Refit zero: %s bytes of the engines stayed as vLLM's own loader wrote them", f"{report.verified_bytes:,}"
         )
@@ -127,14 +150,16 @@ class Refitter:
     def prepare_again(self, index: int) -> None:
         """Prepares a restarted engine. A dedicated one was part of the exchange group, which fails without it."""
         if index in self.dedicated:
-            self._address = None
+            for move in self.moves.values():
+                move.address = None
         else:
             self._point_at_sources([index])
 
-    def worker_refits(self, engine: int) -> list[WorkerRefit]:
+    def worker_refits(self, engine: int, part: Part = "weights") -> list[WorkerRefit]:
         """Inputs of each worker of a colocated engine: schedule inputs, and the trainer ranks' memory that it reads."""
+        move = self.moves[part]
         return [
-            WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles))
+            WorkerRefit(move.inputs, slot, handles_for(move.schedule, slot, move.handles))
             for slot in self.slots[engine]
         ]
 
@@ -153,6 +178,7 @@ class Refitter:
             # into the refit.
             if witness is not None:
                 witness.pop(index, None)
+            self._held.discard(index)
             await self.engines.restart(index)
             await in_worker(self.prepare_again, index)
 
@@ -163,12 +189,14 @@ class Refitter:
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:
         start = time.monotonic()
-        if self._address is None:
-            self._meet()
+        for move in self.moves.values():
+            if move.address is None:
+                self._meet(move)
         if witness is not None:
             unknown = [index for index in range(self.engines.num_engines) if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
-        reports, changed = self._run_rounds(engines), set[Slot]()
+        lacking = [index for index in engines if index not in self._held]
+        reports, changed = self._run_rounds(lacking, "weights") if lacking else [], set[Slot]()
         kill_point("refit")
         if witness is not None:
             tensors = stored_tensors(self.model)  # also those that are left out, in any dtype
@@ -183,6 +211,9 @@ class Refitter:
                     len(changed),
                     listed(sorted(set(map(str, changed)))),
                 )
+        if "adapters" in self.moves:
+            self._held |= set(lacking)
+            reports += self._run_rounds(engines, "adapters")
         # Only now do all engines hold what was verified; and all ranks have made room for their KV caches.
         self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)
         kill_point("refit")
@@ -193,25 +224,28 @@ class Refitter:
             padding_bytes=sum(report.padding_bytes for report in reports),
         )
 
-    def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
+    def _run_rounds(self, engines: Sequence[int], part: Part) -> list[VerifyReport]:
         """Runs all rounds on all ranks and workers at once; returns workers' reports. Skips ranks without a part."""
         self.attempt += 1
+        move = self.moves[part]
         limit_s = OWN_SHARE * self.deadline_s
         readers = frozenset(slot for index in engines for slot in self.slots[index])
         sending = self.policies.start(
-            PolicyVerbs.refit, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s))
+            PolicyVerbs.refit, dict.fromkeys(range(self.policies.world_size), (self.attempt, readers, limit_s, part))
         )
         copying = self.engines.start(
             EngineVerbs.refit,
-            {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})},
+            {index: (self.attempt, index in engines, limit_s, part) for index in sorted({*engines, *self.dedicated})},
         )
         pending: dict[ActorName, ray.ObjectRef] = {**sending, **copying}
         kill_point("refit")
         try:
-            answers = wait_all(pending, deadline_s=self.deadline_s, what="refit", on_failure=self._give_up)
+            answers = wait_all(
+                pending, deadline_s=self.deadline_s, what="refit", on_failure=partial(self._give_up, move)
+            )
         except RuntimeError as error:
             # A failed member breaks the group for all.
-            self._address = None
+            move.address = None
             # After a death those that live still have to leave; after another error they had the time.
             is_death = isinstance(error, ActorLost)
             silent = unanswered(pending, within_s=LEAVE_S if is_death else 0.0)
@@ -220,37 +254,39 @@ class Refitter:
             raise DeadlineExceeded(f"{error}; {', '.join(map(str, silent))} gave no answer at all") from error
         return [report for name in copying for report in answers[name]]
 
-    def _give_up(self) -> None:
+    def _give_up(self, move: _Move) -> None:
         """Makes all ranks and workers leave the attempt. Without rank 0's store they leave at their time limit."""
-        assert self._address is not None
+        assert move.address is not None
         try:
-            self._address.give_up(self.attempt)
+            move.address.give_up(self.attempt)
         except RuntimeError as error:
             logger.warning(
                 "Ranks and engines cannot be told that attempt %d at the refit is given up: %s", self.attempt, error
             )
 
-    def _meet(self) -> None:
+    def _meet(self, move: _Move) -> None:
         """Makes the exchange group of all participants. Ranks keep the memory that they have."""
-        num_ranks = len(self.schedule.source_class)
+        num_ranks = len(move.schedule.source_class)
         num_members = sum(len(self.slots[index]) for index in self.dedicated)
         # The store remembers the addresses of an earlier group under its name.
         self._num_groups += 1
         address = GroupAddress(*self.policies.master, name=f"exchange {self._num_groups}", size=num_ranks + num_members)
         member = ExchangeMember(address, self.deadline_s)
         members = {
-            index: ([WorkerRefit(self.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated
+            index: ([WorkerRefit(move.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated
         }
         meeting = self.policies.start(
-            PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (self.inputs, address))
+            PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (move.inputs, address))
         )
         pending: dict[ActorName, ray.ObjectRef] = {**meeting, **self.engines.start(EngineVerbs.prepare_refit, members)}
         answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
-        self._handles = {name.index: answers[name] for name in meeting}
-        self._address = address
+        move.handles = {name.index: answers[name] for name in meeting}
+        move.address = address
 
     def _point_at_sources(self, engines: Sequence[int]) -> None:
-        self.engines.call_each(EngineVerbs.prepare_refit, {index: (self.worker_refits(index),) for index in engines})
+        for part in self.moves:
+            workers = {index: (self.worker_refits(index, part),) for index in engines}
+            self.engines.call_each(EngineVerbs.prepare_refit, workers)
 
 
 def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -> list[ActorName]:
@@ -259,11 +295,13 @@ def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -
     return [name for name, reference in pending.items() if reference in silent]
 
 
-def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> RefitInputs:
+def refit_inputs(
+    config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup, part: Part = "weights"
+) -> RefitInputs:
     """The inputs of the schedule from all policy ranks to all engine workers. A worker has the number of its slot."""
     start_s = start_deadline(config).seconds
     places = policies.call(PolicyVerbs.layout_arguments, deadline_s=start_s)
-    live = engines.call(EngineVerbs.tensor_dtypes, deadline_s=start_s)
+    live = engines.call(EngineVerbs.tensor_dtypes, part, deadline_s=start_s)
     # Equal lists of dtypes become one object: they come from every worker, and go to every participant.
     known: dict[EngineDtypes, EngineDtypes] = {}
     workers = {
@@ -281,6 +319,7 @@ def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup,
         gpu_of={slot: slot for slot in workers},
         node_of=placement.node_of,
         buffer_bytes=int(config.policy.refit_buffer_size_gb * 1e9),
+        adapters=held_adapters(config.policy) if part == "adapters" else None,
     )
 
 

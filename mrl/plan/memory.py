@@ -363,7 +363,7 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, name: ModelN
     what = {"trains_mtp": config.mtp_steps_of(name) > 0, "has_head": _has_head(config, name)}
     megatron = config.model(name).megatron_cfg
     states = state_bytes(model.elements.stage(megatron.parallel, pp_rank, **what), rules)
-    if name != "policy" or not megatron.peft.enabled:
+    if name != "policy" or not megatron.peft.enabled or not megatron.peft.merge:
         return states
     adapted = model.adapted_elements(tuple(megatron.peft.target_modules), tuple(megatron.peft.exclude_modules))
     return replace(states, base=sum(adapted.stage(megatron.parallel, pp_rank)[:2]) * rules.weight_bytes)

@@ -7,10 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 
+from conversion.adapters import adapter_family, engine_adapter_family
 from conversion.boxes import Layout
 from conversion.families.common import read_by_engines
 from conversion.reshard import reshard
 from conversion.schedule import NUM_BUFFERS, Link
+from mrl.config.held_adapters import held_adapters
 from mrl.config.schema.run import RunConfig
 from mrl.plan.facts import PlanModel
 
@@ -38,7 +40,7 @@ class Ends:
 
 
 def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
-    """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers."""
+    """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers, of what steps move."""
     parallel, world, vllm = (
         config.policy.megatron_cfg.parallel,
         config.num_policy_ranks,
@@ -46,15 +48,18 @@ def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
     )
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
     engine = config.policy.generation.parallel
+    held, source, target = held_adapters(config.policy), model.family, model.family
+    if held is not None:
+        source, target = adapter_family(source, held.layers, held.dim), engine_adapter_family(target, held)
     # Ranks with the same coordinates share one layout object, by which the schedule sees that they are equal.
     layouts = {
         place: read_by_engines(
-            model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine
+            source.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine
         )
         for place in set(coords)
     }
     workers = [
-        model.family.vllm_layout(model.hf_config, engine, worker, vllm.loaded_precision)
+        target.vllm_layout(model.hf_config, engine, worker, vllm.loaded_precision)
         for worker in range(engine.num_workers)
     ]
     first = world if config.num_dedicated_slots else 0

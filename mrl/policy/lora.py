@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: adapters for the linear layers of the frozen model, and the merged weights that engines get.
+"""LoRA: adapters for the linear layers of the frozen model, and what engines get of them.
 
-Nothing writes the base weights. Engines read an adapted layer from a second tensor, merged anew whenever weights are
-settled. An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the other
-factor whole.
+Engines get weights with the adapters merged, whose base waits on the host meanwhile; or they get the adapters apart. An
+adapter cuts A where columns of its layer's weight are cut, and B where rows are; a rank holds the other factor whole.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class _Adapter(nn.Module):
         self.linear_in = _Factor(factors[layer + INPUT], device, is_cut=kind == "row", is_expert=is_expert)
         self.linear_out = _Factor(factors[layer + OUTPUT], device, is_cut=kind == "column", is_expert=is_expert)
         self.is_enabled = True
-        self._scale = settings.scale
+        self.scale = settings.scale
         self._dropout, self._dropout_position = settings.dropout, settings.dropout_position
         # Experts get the tokens of all their ranks, and their dispatcher sums the outputs.
         self._kind = "whole" if is_expert else kind
@@ -136,11 +135,11 @@ class _Adapter(nn.Module):
         output = self.linear_out(low)
         if self._dropout_position == "post":
             output = self._drop(output, self._has_own_output)
-        return (output * self._scale).to(x.dtype)
+        return (output * self.scale).to(x.dtype)
 
     def merged(self, base: Tensor) -> Tensor:
         """The layer's weight `base` with the adapter added."""
-        return merge_lora(base, self.linear_in.weight, self.linear_out.weight, self._scale)
+        return merge_lora(base, self.linear_in.weight, self.linear_out.weight, self.scale)
 
     def _drop(self, x: Tensor, is_own: bool) -> Tensor:
         if not self.training or not self._dropout:
@@ -163,6 +162,8 @@ class Lora:
         self._base: list[Tensor] = []
         """Adapted weights without their adapters, in host memory."""
         self._is_base_kept = self._is_merged = False
+        self.is_base_sent = False
+        """True once engines have got the weights below the adapters, until others are written."""
 
     @torch.no_grad()
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
@@ -192,7 +193,28 @@ class Lora:
     def forget_base(self, tensors: Mapping[Slot, Tensor]) -> None:
         """Unmerges, because other values of the base are written into the live weights next."""
         self.unmerge(tensors)
-        self._is_base_kept = False
+        self._is_base_kept = self.is_base_sent = False
+
+    def copies(self, dtype: str) -> dict[Slot, Tensor]:
+        """Memory for copies of this rank's factors, by the slots of `adapter_family`; `copy_scaled` fills it."""
+        return {
+            slot: torch.empty_like(weight, dtype=torch_dtype(dtype)) for slot, (weight, _) in self._scaled().items()
+        }
+
+    @torch.no_grad()
+    def copy_scaled(self, copies: Mapping[Slot, Tensor]) -> None:
+        """Fills `copies` with the factors. B is multiplied by the scale, as engines have none."""
+        for slot, (weight, scale) in self._scaled().items():
+            copies[slot].copy_(weight * scale)
+
+    def _scaled(self) -> dict[Slot, tuple[Tensor, float]]:
+        """Live factors with their scale."""
+        found = {}
+        for slot, adapter in self._adapters.items():
+            layer = slot.name.removesuffix(".weight")
+            found[Slot(layer + INPUT, slot.chunk)] = adapter.linear_in.weight.detach(), 1.0
+            found[Slot(layer + OUTPUT, slot.chunk)] = adapter.linear_out.weight.detach(), adapter.scale
+        return found
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

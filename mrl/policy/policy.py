@@ -45,12 +45,13 @@ from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, bu
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
 from mrl.policy.profile import RankProfiler
+from mrl.policy.refits import RefitSide
 from mrl.policy.roles import role_for
 from mrl.policy.step import compute_logprobs, evaluate, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
-from mrl.refit.exchange import Exchange, GpuHandles
-from mrl.refit.group import ExchangeGroup, GroupAddress
-from mrl.refit.inputs import RankPlace, RefitInputs
+from mrl.refit.exchange import GpuHandles
+from mrl.refit.group import GroupAddress
+from mrl.refit.inputs import Part, RankPlace, RefitInputs
 from mrl.types import TokenSample
 
 T = TypeVar("T")
@@ -133,7 +134,10 @@ class PolicyRank:
         self._has_moments = False
         self._writing: CheckpointWrite | None = None
         self._save_group: dist.ProcessGroup | None = None
-        self._exchange: Exchange | None = None
+        self._merges = section.megatron_cfg.peft.merge
+        self._refits: RefitSide | None = None
+        if self._arena is not None:
+            self._refits = RefitSide(rank, self._lora, self._weights, self._arena, timeout_s=timeout_s)
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
         is_moved = self._arena is None and device.type == "cuda"
@@ -295,7 +299,7 @@ class PolicyRank:
         self._is_settled = True
 
     def settled_weights(self) -> Mapping[Slot, Tensor]:
-        """Settles the weights if needed, and returns them by slot, adapters merged. The only way to read weights."""
+        """Settles the weights if needed, and returns them by slot, adapters merged. For exports and diagnostics."""
         if not self._is_settled:
             self.settle()
         self._lora.merge(self._tensors)
@@ -438,32 +442,33 @@ class PolicyRank:
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
         """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need."""
-        weights = self.settled_weights()
-        device = next(iter(weights.values())).device
-        if self._exchange is not None:
-            self._exchange.join(None)
-        group = ExchangeGroup(address, self._rank, device=device, timeout_s=self._timeout_s)
-        if self._exchange is None:
-            assert self._arena is not None, "engines hold the policy alone"
-            self._exchange = Exchange(inputs.schedule(), self._rank, weights, self._arena.handle(), group=group)
-        else:
-            self._exchange.join(group)
-        return self._exchange.handles()
+        assert self._refits is not None, "engines hold the policy alone"
+        if not self._is_settled:
+            self.settle()
+        self._place_adapters()
+        return self._refits.prepare(inputs, address)
 
-    def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+    def refit(self, attempt: int, readers: Collection[int], timeout_s: float, part: Part = "weights") -> None:
         """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to KV caches."""
-        assert self._exchange is not None, "prepare_refit comes first"
+        assert self._refits is not None, "engines hold the policy alone"
         start = time.monotonic()
         try:
             self.enter("refit")
             self.settle()
-            self._lora.merge(self._tensors)
+            self._place_adapters()
         except BaseException:
-            self._exchange.leave(attempt)
+            self._refits.leave(attempt, part)
             raise
         spans.add("settle", start, phase="refit", **spans.memory_facts())
-        self._exchange.run(attempt, readers, timeout_s=timeout_s)
+        self._refits.run(attempt, readers, timeout_s, part)
         self.enter("generate")
+
+    def _place_adapters(self) -> None:
+        """Puts the adapters where engines read them: into the weights, or apart from them."""
+        if self._merges:
+            self._lora.merge(self._tensors)
+        else:
+            self._lora.unmerge(self._tensors)
 
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
+from conversion.adapters import HeldAdapters, adapter_family, engine_adapter_family
 from conversion.boxes import Layout, Slot
 from conversion.families.common import (
     EngineDtypes,
@@ -27,6 +28,8 @@ from mrl.refit.group import GroupAddress
 
 RankPlace = tuple[MegatronParallel, MegatronCoords, str, Flavour]
 """Arguments of `Family.megatron_layout` besides the model's configuration."""
+Part = Literal["weights", "adapters"]
+"""What a refit moves. Where engines hold adapters beside the weights, each is moved by a schedule of its own."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,14 @@ class RefitInputs:
     node_of: Mapping[int, int]
     buffer_bytes: int
     """Size of the exchange memory; a round takes one of its `NUM_BUFFERS` parts."""
+    adapters: HeldAdapters | None = None
+    """Adapters to move instead of the weights, in the dtype `precision`."""
     fingerprint: str | None = None
     """Fingerprint of the driver's schedule."""
+
+    @property
+    def part(self) -> Part:
+        return "weights" if self.adapters is None else "adapters"
 
     def schedule(self) -> Schedule:
         """The schedule, proven complete: seconds of work, the same in every process."""
@@ -83,6 +92,12 @@ class RefitInputs:
 
     def _sources(self) -> dict[RankPlace, Layout]:
         tables = family(self.hf_config)
+        if self.adapters is not None:
+            factors = adapter_family(tables, self.adapters.layers, self.adapters.dim)
+            return {
+                place: factors.megatron_layout(self.hf_config, *place[:2], self.precision)
+                for place in dict.fromkeys(self.ranks)
+            }
         return {
             place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel)
             for place in dict.fromkeys(self.ranks)
@@ -90,6 +105,8 @@ class RefitInputs:
 
     def _targets(self) -> dict[int, Layout]:
         tables = family(self.hf_config)
+        if self.adapters is not None:
+            tables = engine_adapter_family(tables, self.adapters)
         return {
             worker: tables.vllm_layout(self.hf_config, self.parallel, index, self.precision, dtypes)
             for worker, (index, dtypes) in self.workers.items()

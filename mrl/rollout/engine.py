@@ -21,6 +21,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from conversion.adapters import HeldAdapters
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
@@ -30,12 +31,13 @@ from mrl.config.schema.generation import GenerationConfig
 from mrl.gpus import on_gpu
 from mrl.phases import Phase
 from mrl.refit import RefitError
-from mrl.refit.inputs import WorkerRefit
+from mrl.refit.inputs import Part, WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.environment import EngineNodes, drop_names_of_shared_memory
 from mrl.rollout.groups import as_one, start_groups
+from mrl.rollout.held_adapters import adapter_request
 from mrl.rollout.requests import rollout_of, sampling_params, unfinished_rollout
 from mrl.spans import memory_facts, process_key
 from mrl.types import Rollout, RolloutRequest
@@ -75,6 +77,7 @@ class Engine:
         tokenizer: str | None = None,
         num_tokens: int = 0,
         nodes: EngineNodes | None = None,
+        adapters: HeldAdapters | None = None,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
@@ -83,7 +86,8 @@ class Engine:
         `keeps_kv_cache` requests that a new weight version finds running go on with the keys, values and states of the
         old one; else they compute them anew. `tokenizer` is the folder of the tokenizer in whose text stop strings are
         looked for, if requests have any; `callers` ask in its text, too. Only the first `num_tokens` tokens are drawn;
-        0: all of the model's. With `nodes`, `run_part` starts the workers on the others.
+        0: all of the model's. With `nodes`, `run_part` starts the workers on the others. `adapters` come in refits of
+        their own, and every request is computed with them.
         """
         if current_platform.is_cpu() == on_gpu():
             device = "a GPU" if on_gpu() else "the CPU"
@@ -102,12 +106,16 @@ class Engine:
             keeps_routes=keeps_routes,
             tokenizer=tokenizer,
             nodes=nodes,
+            adapters=adapters,
         )
         self.llm = (
             start_groups(arguments) if arguments.data_parallel_size > 1 else LLMEngine.from_engine_args(arguments)
         )
         if num_tokens:
             self._workers("limit_vocabulary", num_tokens)
+        self._adapter = None if adapters is None else adapter_request()
+        if adapters is not None:
+            self._workers("hold_adapter")
         self._keeps_kv_cache = keeps_kv_cache
         self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer together with the rollouts."""
@@ -122,9 +130,9 @@ class Engine:
         self.phase: Phase | None = None
         """The phase that the engine has entered last; None of a dedicated one, and before the first."""
         self._awake = {"weights", "kv_cache"}
-        self._is_prepared = False
         self._is_refitting = False
-        self._is_verified = False
+        self._verified: dict[Part, bool] = {}
+        """Of each part that refits move, whether it is what the last refit has verified for the next version."""
         self._num_refits = 0
         self.weight_version: int | None = None
         self.num_steps = 0
@@ -151,7 +159,7 @@ class Engine:
         parameters = [sampling_params(request, max_model_len=self._max_model_len) for request in requests]
         for request, params in zip(requests, parameters, strict=True):
             prompt = tokens_input(request.context_ids, cache_salt=self._cache_salt)
-            vllm_id = self.llm.add_request(request.request_id, prompt, params)
+            vllm_id = self.llm.add_request(request.request_id, prompt, params, lora_request=self._adapter)
             self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
 
     def step(self) -> list[Rollout]:
@@ -230,9 +238,9 @@ class Engine:
         """Per worker: checksum of every parameter and persistent buffer of the live model."""
         return self._workers("live_digest")
 
-    def tensor_dtypes(self) -> list[EngineDtypes]:
-        """Per worker: name and dtype of every parameter and persistent buffer of the live model."""
-        return self._workers("tensor_dtypes")
+    def tensor_dtypes(self, part: Part = "weights") -> list[EngineDtypes]:
+        """Per worker: name and dtype of every parameter and persistent buffer of the live model, or of its adapters."""
+        return self._workers("tensor_dtypes", part)
 
     def memory_facts(self) -> dict[str, int]:
         """Host bytes of this process and the workers; on GPUs also what is used of the fullest one, whoever uses it."""
@@ -245,9 +253,9 @@ class Engine:
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Makes each worker compute its part of the schedule; `workers` are in the order of their ranks."""
         self._workers("prepare_refit", list(workers))
-        self._is_prepared = True
+        self._verified.setdefault(workers[0].inputs.part, False)
 
-    def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
+    def refit(self, attempt: int, is_reader: bool, timeout_s: float, part: Part = "weights") -> list[VerifyReport]:
         """Takes part in a refit attempt with the policy. Per worker: what was verified; nothing if no reader.
 
         A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves
@@ -259,14 +267,14 @@ class Engine:
                 `timeout_s`. The next one has a higher number.
         """
         if not is_reader:
-            self._refit_workers("run_refit", attempt, is_reader, timeout_s)
+            self._refit_workers("run_refit", attempt, is_reader, timeout_s, part)
             return []
         self.settle()
-        self._is_refitting, self._is_verified = True, False
-        self._refit_workers("wait_for_room", attempt, timeout_s)
+        self._is_refitting, self._verified[part] = True, False
+        self._refit_workers("wait_for_room", attempt, timeout_s, part)
         self.enter("refit")
-        reports = self._refit_workers("run_refit", attempt, is_reader, timeout_s)
-        self._is_verified = True
+        reports = self._refit_workers("run_refit", attempt, is_reader, timeout_s, part)
+        self._verified[part] = True
         return reports
 
     def _refit_workers(self, method: str, *arguments: object) -> list:
@@ -288,9 +296,12 @@ class Engine:
         `keeps_kv_cache`. An engine that was never prepared for refits takes the weights that it has loaded for this
         version. RuntimeError: what a prepared one holds is not proven by `refit`.
         """
-        if self._is_prepared and not self._is_verified:
+        if not all(self._verified.values()):
             raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
-        self._is_verified = False
+        # What lies below adapters stays verified.
+        moving: Part = "adapters" if "adapters" in self._verified else "weights"
+        if self._verified:
+            self._verified[moving] = False
         self.settle()
         if not (self._keeps_kv_cache and (self._unfinished or self.callers.num_inside)):
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -352,7 +363,9 @@ class Engine:
             if prompt["type"] == "token" and self._cache_salt is not None:
                 prompt["cache_salt"] = self._cache_salt
             try:
-                vllm_id = self.llm.add_request(question.question_id, prompt, question.params)
+                vllm_id = self.llm.add_request(
+                    question.question_id, prompt, question.params, lora_request=self._adapter
+                )
             except Exception as error:
                 # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone
                 # surrogate is a TypeError.
@@ -413,10 +426,18 @@ def run_part(
     device_ids: Sequence[int] = (),
     keeps_routes: bool = False,
     tokenizer: str | None = None,
+    adapters: HeldAdapters | None = None,
 ) -> NoReturn:
     """Runs an `Engine`'s workers with the same arguments on a further node, until one ends, and the process with it."""
     arguments = engine_arguments(
-        model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
+        model_dir,
+        config,
+        seed=seed,
+        device_ids=device_ids,
+        keeps_routes=keeps_routes,
+        tokenizer=tokenizer,
+        nodes=nodes,
+        adapters=adapters,
     )
     # As vLLM's own headless nodes do. Its monitor would end the other workers, and not the process.
     config_of_node = arguments.create_engine_config(headless=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
+from conversion.adapters import HeldAdapters
+from conversion.families.registry import family
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import read_config
 from mrl.config.fp8 import MX, form_of, kept_layers
@@ -32,10 +34,12 @@ def engine_arguments(
     keeps_routes: bool = False,
     tokenizer: str | None = None,
     nodes: EngineNodes | None = None,
+    adapters: HeldAdapters | None = None,
 ) -> EngineArgs:
     """An engine's vLLM arguments; the config's `vllm_kwargs` add to them (`mrl.config.passthrough` says what they may).
 
-    Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
+    Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none. With `adapters` the
+    engine has room for these beside the weights.
     """
     vllm_cfg, is_cpu = config.vllm_cfg, current_platform.is_cpu()
     arguments: dict[str, object] = {
@@ -87,6 +91,14 @@ def engine_arguments(
         arguments |= {
             "quantization": form_of(config, sizes),
             "quantization_config": {"ignore": kept_layers(config, sizes)},
+        }
+    if adapters is not None:
+        hf_config = read_config(Path(model_dir) / "config.json")
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": adapters.rank,
+            "lora_target_modules": adapters.modules(family(hf_config), hf_config),
         }
     if nodes is not None:
         arguments |= {

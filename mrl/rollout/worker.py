@@ -7,6 +7,8 @@ vLLM imports this module in every worker before it builds the model, so a CPU ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,8 +27,9 @@ from mrl.refit import RefitError
 from mrl.refit.checksum import digest
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
-from mrl.refit.inputs import ExchangeMember, WorkerRefit
+from mrl.refit.inputs import ExchangeMember, Part, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
+from mrl.rollout.held_adapters import adapter_tensors, hold_adapter, weight_name
 from mrl.rollout.quantised import quantisers
 from mrl.spans import memory_facts, process_key
 
@@ -51,21 +54,23 @@ class RefitWorker:
     model_runner: GPUModelRunner
 
     recorder: RouteRecorder | None = None
-    puller: Puller | None = None
-    exchange: Exchange | None = None
-    addresses: Mapping[Slot, int] | None = None
-    """Addresses of the live tensors at the first preparation of a refit: CUDA graphs read there."""
+    # By part of what a refit moves; `hold_adapter` makes the second.
+    sides: dict[Part, _Side] | None = None
 
     def live_digest(self) -> dict[Slot, int]:
         return digest(self._tensors())
 
-    def tensor_dtypes(self) -> EngineDtypes:
+    def hold_adapter(self) -> None:
+        """Makes room for the adapter of all requests, which a refit fills."""
+        hold_adapter(self.model_runner)
+
+    def tensor_dtypes(self, part: Part) -> EngineDtypes:
         """Names and dtypes of the tensors that a refit brings.
 
         These are the live ones, but of a quantised layer the weights of which vLLM makes them. vLLM chooses some dtypes
         by GPU capability: nemotron_h gates are bfloat16 on 9.0.
         """
-        tensors = dict(self._tensors())
+        tensors = dict(self._tensors_of(part))
         for quantiser in quantisers(self._models()):
             tensors = {slot: tensor for slot, tensor in tensors.items() if slot not in quantiser.made}
             tensors |= quantiser.loaded
@@ -81,11 +86,13 @@ class RefitWorker:
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Computes the schedule, maps its trainer rank's memory or joins the exchange collectively, prepares copies."""
-        mine, tensors = workers[self.rank], self._tensors()
+        mine = workers[self.rank]
+        part = mine.inputs.part
+        tensors, side = self._tensors_of(part), self._sides().setdefault(part, _Side())
         # Gives back what an earlier refit has mapped or received into.
-        if self.exchange is not None:
-            self.exchange.join(None)
-        self.puller = self.exchange = None
+        if side.exchange is not None:
+            side.exchange.join(None)
+        side.puller = side.exchange = None
         for name, buffer in (pair for model in self._models() for pair in model.named_buffers()):
             if _is_constant(name) and buffer.item() != 1.0:
                 raise RefitError(f"{name} is {buffer.item()}, but a refit knows no quantised KV cache")
@@ -98,29 +105,31 @@ class RefitWorker:
             device = next(iter(tensors.values())).device
             group = ExchangeGroup(handles.address, mine.worker, device=device, timeout_s=handles.timeout_s)
             # Without a trainer rank on its GPU it receives, and sends nothing.
-            self.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
-            handles = self.exchange.handles()
-        self.puller = Puller(
-            self._tensors,
+            side.exchange = Exchange(schedule, mine.worker, {}, None, group=group)
+            handles = side.exchange.handles()
+        side.puller = Puller(
+            partial(self._tensors_of, part),
             schedule,
             mine.worker,
             handles,
-            own=self.exchange,
-            addresses=self.addresses,
-            quantisers=quantisers(self._models()),
+            own=side.exchange,
+            addresses=side.addresses,
+            quantisers=quantisers(self._models()) if part == "weights" else (),
             peers=[worker.worker for worker in workers],
         )
-        self.addresses = self.puller.addresses
+        side.addresses = side.puller.addresses
 
-    def wait_for_room(self, attempt: int, timeout_s: float) -> RefitError | None:
+    def wait_for_room(self, attempt: int, timeout_s: float, part: Part) -> RefitError | None:
         """Waits until this worker's weights have room next to the policy's; errors as in `run_refit`."""
         try:
-            self._prepared().wait_for_room(attempt, timeout_s=timeout_s)
+            self._prepared(part).wait_for_room(attempt, timeout_s=timeout_s)
         except RefitError as error:
             return error
         return None
 
-    def run_refit(self, attempt: int, is_reader: bool, timeout_s: float) -> VerifyReport | RefitError | None:
+    def run_refit(
+        self, attempt: int, is_reader: bool, timeout_s: float, part: Part
+    ) -> VerifyReport | RefitError | None:
         """The whole refit's report, None if this worker only takes part in the exchange; or why it left the attempt.
 
         An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
@@ -133,11 +142,12 @@ class RefitWorker:
         """
         try:
             if is_reader:
-                puller = self._prepared()
+                puller = self._prepared(part)
                 puller.run(attempt, timeout_s=timeout_s)
                 return puller.finish()
-            assert self.exchange is not None, "colocated workers only read"
-            self.exchange.run(attempt, [], timeout_s=timeout_s)
+            exchange = self._sides()[part].exchange
+            assert exchange is not None, "colocated workers only read"
+            exchange.run(attempt, [], timeout_s=timeout_s)
         except RefitError as error:
             return error
         return None
@@ -178,9 +188,28 @@ class RefitWorker:
     def _tensors(self) -> dict[Slot, Tensor]:
         return engine_tensors(*self._models())
 
-    def _prepared(self) -> Puller:
-        assert self.puller is not None, "pull before prepare_refit"
-        return self.puller
+    def _tensors_of(self, part: Part) -> dict[Slot, Tensor]:
+        return self._tensors() if part == "weights" else adapter_tensors(self.get_model())
+
+    def _sides(self) -> dict[Part, _Side]:
+        if self.sides is None:
+            self.sides = {}
+        return self.sides
+
+    def _prepared(self, part: Part) -> Puller:
+        puller = self._sides()[part].puller
+        assert puller is not None, "pull before prepare_refit"
+        return puller
+
+
+@dataclass
+class _Side:
+    """This worker's side of the refits of one part."""
+
+    puller: Puller | None = None
+    exchange: Exchange | None = None
+    addresses: Mapping[Slot, int] | None = None
+    """Addresses of the live tensors at the first preparation of a refit: CUDA graphs read there."""
 
 
 class RouteRecorder:
@@ -269,7 +298,7 @@ def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[S
             for name, tensor in _named_tensors(drafter).items()
             if tensor.data_ptr() not in shared
         }
-    return {Slot(name): tensor for name, tensor in tensors.items()}
+    return {Slot(weight_name(name)): tensor for name, tensor in tensors.items()}
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

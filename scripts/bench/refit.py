@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -200,13 +201,14 @@ def seconds(function: Callable[..., object], *arguments: object) -> tuple[object
     return value, time.perf_counter() - start
 
 
-def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> list[Repeat]:
-    """Starts processes and repeats plain copy and refit in turn; omits the first pass, which touches fresh pages."""
-    sources, targets = case.layouts(hf_config)
-    nodes, gpus = {rank: rank % case.num_hosts for rank in sources}, {target: target for target in targets}
+@contextmanager
+def processes(
+    sources: dict[int, Layout], targets: dict[int, Layout], *, num_hosts: int, device: str
+) -> Iterator[tuple[list[Child], list[Child]]]:
+    """Trainer ranks with random weights and engine workers, prepared for refits."""
+    nodes, gpus = {rank: rank % num_hosts for rank in sources}, {target: target for target in targets}
     schedule = reshard(sources, targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES // NUM_BUFFERS)
     ranks, workers = [Child() for _ in sources], [Child() for _ in targets]
-    repeats = []
     try:
         ranks[0].call(children.open_store)
         port, _ = cast(tuple[int, int], ranks[0].call(children.count_group))
@@ -217,6 +219,16 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> l
         for target, worker in enumerate(workers):
             worker.call(build_engine, targets[target], device)
             worker.call(children.prepare_pull, schedule, target, handles_for(schedule, target, handles))
+        yield ranks, workers
+    finally:
+        for child in ranks + workers:
+            child.stop()
+
+
+def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> list[Repeat]:
+    """Starts processes and repeats plain copy and refit in turn; omits the first pass, which touches fresh pages."""
+    repeats = []
+    with processes(*case.layouts(hf_config), num_hosts=case.num_hosts, device=device) as (ranks, workers):
         for repeat in range(num_repeats + 1):
             _, plain = seconds(call_all, workers, plain_copy)
             call_all([*ranks, *workers], take_checksums, False)
@@ -227,9 +239,6 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> l
             call_all(workers, children.finish)
             sent = sum(cast(list[int], call_all(ranks, sent_bytes))) - sent_before
             repeats.append(Repeat(plain, moving, verified, cast(int, written) + sent))
-    finally:
-        for child in ranks + workers:
-            child.stop()
     return repeats[1:]
 
 

@@ -226,6 +226,7 @@ EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}
 MODEL_RULES: dict[str, ModelCheck] = {
     "layout of the model": layout.check_layout,
     "what is trained": lambda config, model, problems: training.check_trained(config, problems),
+    "adapters in engines": lambda config, model, problems: training.check_held_adapters(config, problems),
     "recomputing": training.check_recomputing,
     "latent attention": training.check_latent_attention,
     "gated delta nets": training.check_delta_nets,

@@ -6,10 +6,12 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from conversion.adapters import adapted_layers
+from conversion.adapters import HOLDING_FAMILIES, RANKS, adapted_layers, held_apart
 from conversion.families.registry import family
 from conversion.files.hf_folder import read_config
+from conversion.texts import listed
 from mrl.config.errors import Problems, spell
+from mrl.config.held_adapters import held_adapters
 from mrl.config.model import ModelSizes, read_model
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import find_obstacles, part_without_trees
@@ -401,6 +403,36 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
             f"adapters cannot be coarser than {at}precision=float32",
             "leave it out, and it follows",
         )
+
+
+def check_held_adapters(config: RunConfig, problems: Problems) -> None:
+    """Checks that engines can hold the adapters beside the weights. The model's folder must be readable."""
+    peft, generation = config.policy.megatron_cfg.peft, config.policy.generation
+    if not peft.enabled or peft.merge or not config.has_engines:
+        return
+    key, way_out = f"{_MEGATRON}.peft.merge", "set it to true"
+    hf_config = read_config(Path(config.policy.model_name) / "config.json")
+    try:
+        held = held_adapters(config.policy)
+    except ValueError:  # _check_adapters tells of it
+        return
+    assert held is not None
+    if left := held_apart(family(hf_config), hf_config, held.layers):
+        rule = f"engines hold adapters of attention and dense MLPs of {listed(HOLDING_FAMILIES)}, and not of {left[0]}"
+        problems.add(key, rule, f"{way_out}, or name other layers in {_MEGATRON}.peft.target_modules")
+    parallel, is_on_gpus = generation.parallel, config.cluster.gpus_per_node > 0
+    for is_wrong, rule in (
+        (peft.dim > max(RANKS), f"vLLM's adapters have a rank of at most {max(RANKS)}, not {peft.dim}"),
+        (
+            generation.colocated.enabled and is_on_gpus,
+            "colocated engines give the memory of their weights away while the policy trains, so that all must move",
+        ),
+        (generation.vllm_cfg.is_fp8, "adapters beside quantised weights are not built"),
+        (parallel.has_drafter, "the drafter would propose tokens without adapters"),
+        (parallel.pp > 1 or parallel.num_groups > 1, "engines of several stages or groups take merged weights only"),
+    ):
+        if is_wrong:
+            problems.add(key, rule, way_out)
 
 
 METHODS = ("mtp", "ngram")

@@ -26,7 +26,7 @@ FactorInit = Literal["xavier", "normal", "kaiming", "zero"]
 @dataclass
 class PeftConfig:
     enabled: bool = False
-    """Train only low-rank adapters (LoRA) of the linear layers. Engines get the merged weights."""
+    """Train only low-rank adapters (LoRA) of the linear layers."""
     target_modules: list[str] = field(default_factory=list)
     """Layers with adapters: names such as linear_qkv, linear_fc1, in_proj, or full names with wildcards. Empty = all
     linear layers.
@@ -51,6 +51,12 @@ class PeftConfig:
     """Another way of communication in the adapters of Megatron-Bridge. Not supported: must be false."""
     lora_dtype: Literal["float32", "bfloat16", "None"] | None = None
     """Type of the adapters; null = `policy.precision`."""
+
+    merge: bool = True
+    """Engines get the weights with the adapters merged, all of them in each refit. false = engines hold the adapters
+    beside the weights, and a refit moves the adapters alone: of the attention and the dense MLPs of llama, qwen2, qwen3
+    and qwen3_moe.
+    """
 
     @property
     def scale(self) -> float:

@@ -36,7 +36,7 @@ def scale_weights(policy) -> None:
 
 def die_in_round(engine, fatal_round: int) -> None:
     """The engine's process ends in the middle of a round: its messages are posted, its peers are at theirs."""
-    exchange = engine.llm.model_executor.driver_worker.worker.exchange
+    exchange = engine.llm.model_executor.driver_worker.worker.sides["weights"].exchange
     write = exchange._write_own_checksums
 
     def die(round_index: int) -> None:

@@ -87,7 +87,7 @@ def worker_of(engine):
 
 def keep_stale(engine, name: str) -> None:
     """The next pull leaves one tensor of the engine as it was."""
-    puller = worker_of(engine).puller
+    puller = worker_of(engine).sides["weights"].puller
     pull, last = puller.pull, len(puller._rounds) - 1
 
     def pull_but_one(round_index: int) -> int:
@@ -103,7 +103,7 @@ def keep_stale(engine, name: str) -> None:
 
 def flip_live_byte(engine, name: str) -> None:
     """The next pull is followed by a flipped bit in the live tensor."""
-    puller = worker_of(engine).puller
+    puller = worker_of(engine).sides["weights"].puller
     pull = puller.pull
 
     def pull_and_flip(round_index: int) -> int:
@@ -151,7 +151,9 @@ def test_bytes_copied_are_those_of_the_schedule(live: LiveRun):
     assert len(targets) == 2
     assert report.verified_bytes == sum(schedule.class_of(target).written_bytes for target in targets)
     live_bytes = sum(
-        live.on_engines(lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).puller._live().values()))
+        live.on_engines(
+            lambda engine: sum(tensor.nbytes for tensor in worker_of(engine).sides["weights"].puller._live().values())
+        )
     )
     assert report.verified_bytes + report.padding_bytes == live_bytes
 

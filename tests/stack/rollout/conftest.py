@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from conversion.adapters import HeldAdapters
 from mrl.cluster.environment import importing
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.rollout.environment import engine_environment
@@ -75,6 +76,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         num_tokens: int = 0,
         speculation: Mapping[str, object] | None = None,
         quantization: str | None = None,
+        adapters: HeldAdapters | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
         with nullcontext() if "mrl.rollout.engine" in sys.modules else importing():
@@ -97,6 +99,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
                 keeps_kv_cache=keeps_kv_cache,
                 tokenizer=None if tokenizer is None else str(tokenizer),
                 num_tokens=num_tokens,
+                adapters=adapters,
             )
         alive.append(engine)
         return alive[0]

@@ -73,7 +73,7 @@ def test_a_changed_byte_is_named_and_stops_sampling(
     engine: Engine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "model.layers.0.mixer.D"
-    puller = engine.llm.model_executor.driver_worker.worker.puller
+    puller = engine.llm.model_executor.driver_worker.worker.sides["weights"].puller
     pull = puller.pull
 
     def pull_and_change(round_index: int) -> int:

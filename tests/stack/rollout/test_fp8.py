@@ -210,7 +210,7 @@ def _check_sizes(engine: Engine, folder: Path, form: str) -> None:
 
 def _check_faults(engine: Engine, trainer: Trainer) -> None:
     """A byte that changes in the engine, or on its way there, is named and stops sampling; the next refit mends it."""
-    puller = engine.llm.model_executor.driver_worker.worker.puller
+    puller = engine.llm.model_executor.driver_worker.worker.sides["weights"].puller
     assert puller is not None
     (batch, *_) = puller._rounds[0][1:]
     slot = next(iter(batch.quantiser.loaded))

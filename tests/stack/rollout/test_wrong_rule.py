@@ -156,7 +156,7 @@ def test_a_wrong_but_consistent_rule_is_caught_before_sampling(
 def test_with_grouped_queries_the_schedule_refuses_it(
     checkpoint: Callable[[int], Path], swap_query_and_key: Callable[[], None]
 ) -> None:
-    engines = engines_of(SimpleNamespace(tensor_dtypes=lambda: [()]))
+    engines = engines_of(SimpleNamespace(tensor_dtypes=lambda part: [()]))
     config, placement, policies = one_slot(checkpoint(0))
     inputs = refit_inputs(config, placement, policies, engines)
     build_schedule(config, inputs)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from conversion.adapters import HeldAdapters, adapter_family
 from conversion.boxes import Layout, Slot
 from conversion.families.common import EngineDtypes, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
@@ -19,6 +20,7 @@ from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.inputs import RefitInputs, WorkerRefit
 from tests.reading import read_canonical, read_layout
+from tests.stack.refit.children import fill
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -38,16 +40,27 @@ class Trainer:
         *,
         precision: Precision = "float32",
         live: Sequence[EngineDtypes] | None = None,
+        adapters: HeldAdapters | None = None,
+        factors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`live` is what `Engine.tensor_dtypes` gives; without it all tensors of the engine are of its precision."""
+        """`live` is what `Engine.tensor_dtypes` gives; without it all tensors of the engine are of its precision.
+
+        With `adapters` it has these alone, made of canonical `factors`.
+        """
         hf_config = json.loads((folder / "config.json").read_text())
         place = (MegatronParallel(), MegatronCoords(), "float32", "local")
-        self._layout = family(hf_config).megatron_layout(hf_config, *place)
+        tables = family(hf_config)
+        if adapters is not None:
+            tables = adapter_family(tables, adapters.layers, adapters.dim)
+        self._layout = tables.megatron_layout(hf_config, *place)
         workers = {worker: (worker, live[worker] if live else ()) for worker in range(parallel.num_workers)}
         gpus = dict.fromkeys(workers, 0)
-        self.inputs = RefitInputs(hf_config, (place,), parallel, precision, workers, gpus, {0: 0}, buffer_bytes=1 << 20)
+        self.inputs = RefitInputs(
+            hf_config, (place,), parallel, precision, workers, gpus, {0: 0}, buffer_bytes=1 << 20, adapters=adapters
+        )
         self.schedule = self.inputs.schedule()
-        self._arena = Arena(read_layout(folder, self._layout), name="test-arena")
+        tensors = read_layout(folder, self._layout) if factors is None else fill(self._layout, factors)
+        self._arena = Arena(tensors, name="test-arena")
         self._exchange = Exchange(self.schedule, 0, self._arena.tensors(), self._arena.handle(), group=None)
         self._attempt = 0
 
@@ -96,6 +109,4 @@ def expected_tensors(
     live: EngineDtypes = (),
 ) -> dict[Slot, Tensor]:
     """Tensors that an engine worker must hold, built directly from the checkpoint by the table."""
-    from tests.stack.refit.children import fill
-
     return fill(vllm_layout(folder, parallel, worker, precision, live), read_canonical(folder))

@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 
 from conversion.adapters import (
+    HOLDING_FAMILIES,
     INPUT,
     OUTPUT,
+    HeldAdapters,
     adapted_layers,
     adapter_family,
+    engine_adapter_family,
     factor_names,
+    held_apart,
     layers_of_keys,
     linear_layers,
 )
 from conversion.boxes import Layout, Slot
+from conversion.families.common import VllmParallel
 from conversion.families.registry import family
 from tests.proof.models import RandomCase, random_case
 from tests.unit.conversion import test_table_version as pinned
+from tests.unit.conversion.hf_folders import tiny_config
 
 DIM = 3
 
@@ -125,3 +131,39 @@ def test_a_pattern_without_a_layer_is_refused():
         ValueError, match=r"'q_proj' names no linear layer of the model; use in_proj, out_proj, linear_fc1"
     ):
         adapted_layers(family(HYBRID), HYBRID, target_modules=["linear_qkv", "q_proj"])
+
+
+@pytest.mark.parametrize("model_type", HOLDING_FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_slices_of_an_engine_make_its_part_of_the_product(model_type: str, tp: int):
+    hf_config, held_rank = tiny_config(model_type), 8
+    base = family(hf_config)
+    experts = held_apart(base, hf_config, linear_layers(base, hf_config))
+    assert bool(experts) == (model_type == "qwen3_moe") and all("linear_fc" in name for name in experts)
+    held = HeldAdapters(tuple(name for name in linear_layers(base, hf_config) if name not in experts), DIM)
+    assert held.rank == held_rank
+    rng = np.random.default_rng(0)
+    shapes = adapter_family(base, held.layers, DIM).canonical(hf_config)
+    factors = {name: rng.integers(-9, 10, shape) for name, shape in shapes.items()}
+    names = factor_names(base, hf_config, held.layers)
+    products = {weight: factors[b] @ factors[a] for weight, (a, b) in names.items()}
+    tables = engine_adapter_family(base, held)
+    for worker in range(tp):
+        weights = filled(base.vllm_layout(hf_config, VllmParallel(tp), worker, "float32"), products)
+        parts = filled(tables.vllm_layout(hf_config, VllmParallel(tp), worker, "float32"), factors)
+        modules = dict.fromkeys(slot.name.partition(".lora_")[0] for slot in parts)
+        assert list(modules) == held.modules(base, hf_config)
+        for module in modules:
+            weight = weights[Slot(f"{module}.weight")]
+            slices = range(sum(slot.name.startswith(f"{module}.lora_b.") for slot in parts))
+            a = [parts[Slot(f"{module}.lora_a.{index}")] for index in slices]
+            b = [parts[Slot(f"{module}.lora_b.{index}")] for index in slices]
+            assert all(part.shape == (held_rank, weight.shape[1]) and not part[DIM:].any() for part in a)
+            assert all(part.shape[1] == held_rank for part in b)
+            assert np.array_equal(np.concatenate([two @ one for one, two in zip(a, b, strict=True)]), weight)
+
+
+def test_families_that_no_engine_was_shown_to_hold_are_merged():
+    hf_config = tiny_config("glm4_moe")
+    layers = linear_layers(family(hf_config), hf_config)
+    assert held_apart(family(hf_config), hf_config, layers) == layers
