@@ -96,6 +96,8 @@ def _allow_non_gated(original: Callable[..., None]) -> Callable[..., None]:
             # The check is the last statement of the original: nothing is left undone.
             if "is_act_and_mul=False" not in str(error):
                 raise
+        # Adapters are of other layers. vLLM would choose experts that can have them, in Triton.
+        setattr(self, "is_lora_enabled", False)  # noqa: B010  (a field of FusedMoEConfig)
 
     return post_init
 
@@ -255,9 +257,9 @@ PATCHES = (
     ),
     EnginePatch(
         "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
-        "the same check without its refusal of non-gated experts",
-        "refuses non-gated experts (relu^2) on CPU",
-        "vLLM's CPU experts know relu^2",
+        "the same check without its refusal of non-gated experts, which never have adapters",
+        "refuses non-gated experts (relu^2) on CPU, and wants Triton's where other layers have adapters",
+        "vLLM's CPU experts know relu^2, and vLLM asks whether experts have adapters",
         _allow_non_gated,
     ),
     EnginePatch(
