@@ -152,9 +152,18 @@ class Lora:
     """The adapters of this rank; none where `megatron_cfg.peft` is not enabled."""
 
     def __init__(
-        self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None
+        self,
+        layout: Layout,
+        adapters: Mapping[Slot, _Adapter],
+        description: Mapping[str, object] | None,
+        *,
+        merges: bool = True,
     ) -> None:
-        """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to adapters."""
+        """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to adapters.
+
+        With `merges` engines get merged weights, else the adapters apart.
+        """
+        self._merges = merges
         self.layout = layout
         self.description = description
         """Adapted layers and their scaling as plain values, the same wherever factors are used; None = no adapters."""
@@ -189,6 +198,13 @@ class Lora:
         if self._is_merged:
             copy_all([tensors[slot].detach() for slot in self._adapters], self._base)
         self._is_merged = False
+
+    def place(self, tensors: Mapping[Slot, Tensor]) -> None:
+        """Puts the adapters where engines read them: into the live weights, or apart from these."""
+        if self._merges:
+            self.merge(tensors)
+        else:
+            self.unmerge(tensors)
 
     def forget_base(self, tensors: Mapping[Slot, Tensor]) -> None:
         """Unmerges, because other values of the base are written into the live weights next."""
@@ -282,7 +298,8 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
                 init(whole, torch.Generator().manual_seed(name_seed(seed, piece.name)))
                 with torch.no_grad():
                     box_view(tensor, piece.local).copy_(box_view(whole, piece.box))
-    return Lora(layout, by_weight, {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)})
+    description = {"dim": settings.dim, "alpha": settings.alpha, "layers": list(targets)}
+    return Lora(layout, by_weight, description, merges=settings.merge)
 
 
 class _AdapterTree(nn.Module):

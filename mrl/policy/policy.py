@@ -134,7 +134,6 @@ class PolicyRank:
         self._has_moments = False
         self._writing: CheckpointWrite | None = None
         self._save_group: dist.ProcessGroup | None = None
-        self._merges = section.megatron_cfg.peft.merge
         self._refits: RefitSide | None = None
         if self._arena is not None:
             self._refits = RefitSide(rank, self._lora, self._weights, self._arena, timeout_s=timeout_s)
@@ -445,7 +444,7 @@ class PolicyRank:
         assert self._refits is not None, "engines hold the policy alone"
         if not self._is_settled:
             self.settle()
-        self._place_adapters()
+        self._lora.place(self._tensors)
         return self._refits.prepare(inputs, address)
 
     def refit(self, attempt: int, readers: Collection[int], timeout_s: float, part: Part = "weights") -> None:
@@ -455,20 +454,13 @@ class PolicyRank:
         try:
             self.enter("refit")
             self.settle()
-            self._place_adapters()
+            self._lora.place(self._tensors)
         except BaseException:
             self._refits.leave(attempt, part)
             raise
         spans.add("settle", start, phase="refit", **spans.memory_facts())
         self._refits.run(attempt, readers, timeout_s, part)
         self.enter("generate")
-
-    def _place_adapters(self) -> None:
-        """Puts the adapters where engines read them: into the weights, or apart from them."""
-        if self._merges:
-            self._lora.merge(self._tensors)
-        else:
-            self._lora.unmerge(self._tensors)
 
     def close(self) -> None:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""

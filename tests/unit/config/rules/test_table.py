@@ -264,7 +264,6 @@ ADAPTERS & MEGATRON.moe_router_bias_update_rate=0.001 -> an exported adapter wou
 ADAPTERS & PEFT.dim=0 -> out of range
 ADAPTERS & PEFT.dropout=1.0 -> out of range
 ADAPTERS & PEFT.a2a_experimental=true -> what adapters exchange
-ADAPTERS & PEFT.merge=false -> attention and dense MLPs of llama, qwen2, qwen3, qwen3_moe -> not of decoder.layers.0.mixer.in_proj
 MEGATRON.freeze_config.modules=[decoder.layers.0.mlp] => MEGATRON.freeze_config.modules=['decoder.layers.0.mlp'] -> matches no tensor
 MEGATRON.freeze_config.modules=['*'] -> nothing is left to train
 ADAPTERS -> fine
@@ -406,7 +405,6 @@ SELECTIVE & PARTS=[moe, shared_experts] => PARTS=['moe', 'shared_experts'] -> th
 ADAPTERS & PEFT.merge=false & PEFT.target_modules=[linear_qkv, linear_proj] -> fine
 ADAPTERS & PEFT.merge=false => PEFT.merge -> not of decoder.layers.0.mlp.experts.linear_fc1 -> or name other layers
 ADAPTERS & PEFT.target_modules=[linear_qkv] & PEFT.dim=513 & PEFT.merge=false -> a rank of at most 512, not 513
-ADAPTERS & PEFT.target_modules=[linear_qkv] & ENGINE.pipeline_parallel_size=2 & PEFT.merge=false -> take merged weights only
 PIPELINE=2 & VIRTUAL=4 -> fine
 PIPELINE=2 & VIRTUAL=2 & FIRST_STAGE=6 -> fine
 VIRTUAL=1 -> fine
