@@ -74,7 +74,8 @@ def _trainer(config: RunConfig, model: ModelName = "policy") -> str:
     megatron, dp = config.model(model).megatron_cfg, config.replicas_of(model)
     sizes = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size}"
     experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
-    lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
+    apart = "" if megatron.peft.merge else ", of which refits move the adapters alone"
+    lora = f"; LoRA of rank {megatron.peft.dim}{apart}" if megatron.peft.enabled else ""
     fp8 = f"; products in FP8 ({megatron.fp8_cfg.fp8}, {megatron.fp8_cfg.fp8_recipe})" * megatron.fp8_cfg.enabled
     return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}{fp8}"
 

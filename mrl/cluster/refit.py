@@ -73,7 +73,7 @@ class RefitReport:
 
 @dataclass
 class _Move:
-    """What moves one part: its schedule, the memory of the ranks, and the exchange group, None until it is made."""
+    """Schedule of one part, the memory of the ranks, and the exchange group, which is None until it is made."""
 
     schedule: Schedule
     inputs: RefitInputs

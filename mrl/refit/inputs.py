@@ -29,7 +29,7 @@ from mrl.refit.group import GroupAddress
 RankPlace = tuple[MegatronParallel, MegatronCoords, str, Flavour]
 """Arguments of `Family.megatron_layout` besides the model's configuration."""
 Part = Literal["weights", "adapters"]
-"""What a refit moves. Where engines hold adapters beside the weights, each is moved by a schedule of its own."""
+"""Part of an engine that refits move by a schedule of its own. Adapters are one where engines hold them apart."""
 
 
 @dataclass(frozen=True)

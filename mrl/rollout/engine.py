@@ -132,7 +132,7 @@ class Engine:
         self._awake = {"weights", "kv_cache"}
         self._is_refitting = False
         self._verified: dict[Part, bool] = {}
-        """Of each part that refits move, whether it is what the last refit has verified for the next version."""
+        """Parts that refits move, and whether a refit has verified each for the next version."""
         self._num_refits = 0
         self.weight_version: int | None = None
         self.num_steps = 0

@@ -92,21 +92,7 @@ def engine_arguments(
             "quantization": form_of(config, sizes),
             "quantization_config": {"ignore": kept_layers(config, sizes)},
         }
-    if adapters is not None:
-        hf_config = read_config(Path(model_dir) / "config.json")
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": adapters.rank,
-            "lora_target_modules": adapters.modules(family(hf_config), hf_config),
-        }
-    if nodes is not None:
-        arguments |= {
-            "nnodes": nodes.count,
-            "node_rank": nodes.rank,
-            "master_addr": nodes.address,
-            "master_port": nodes.port,
-        }
+    arguments |= _adapters(model_dir, adapters) | _nodes(nodes)
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
     arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
     if is_cpu or arguments.get("quantization") == MX:
@@ -114,6 +100,29 @@ def engine_arguments(
         # Triton kernel for MXFP8; vLLM makes such experts of staged weights, in any order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
+
+
+def _adapters(model_dir: str, adapters: HeldAdapters | None) -> dict[str, object]:
+    if adapters is None:
+        return {}
+    hf_config = read_config(Path(model_dir) / "config.json")
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": adapters.rank,
+        "lora_target_modules": adapters.modules(family(hf_config), hf_config),
+    }
+
+
+def _nodes(nodes: EngineNodes | None) -> dict[str, object]:
+    if nodes is None:
+        return {}
+    return {
+        "nnodes": nodes.count,
+        "node_rank": nodes.rank,
+        "master_addr": nodes.address,
+        "master_port": nodes.port,
+    }
 
 
 def _install_for_cpu() -> None:
