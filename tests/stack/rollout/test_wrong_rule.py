@@ -33,7 +33,7 @@ from mrl.refit import RefitError
 from mrl.refit.checksum import checksum
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import GroupAddress
-from mrl.refit.inputs import RefitInputs
+from mrl.refit.inputs import Part, RefitInputs
 from tests import models
 from tests.drivers import do
 from tests.reading import read_layout
@@ -65,7 +65,7 @@ class OneRank:
         self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=None)
         return self._exchange.handles()
 
-    def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
+    def refit(self, attempt: int, readers: Collection[int], timeout_s: float, part: Part) -> None:
         self._exchange.run(attempt, readers, timeout_s=timeout_s)
 
 
