@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conversion.boxes import Slot
-from mrl.cluster.verbs import EngineVerbs
+from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.convert import main as convert
 from mrl.loop.rollouts import prepare
@@ -26,8 +26,8 @@ from tests import models
 from tests.drivers import do, opened, train_step
 from tests.parity import Parity, hf_scores
 from tests.rollouts import random_requests
-from tests.stack.loop.conftest import SMALL, LiveRun, toss_coins, write_inputs
-from tests.stack.loop.test_refit import expect_refused, is_prevented_from_sampling, process_id, recover, worker_of
+from tests.stack.loop.conftest import DEADLINE_S, SMALL, LiveRun, toss_coins, write_inputs
+from tests.stack.loop.test_refit import expect_refused, is_prevented_from_sampling, process_id, recover
 
 ADAPTERS = [
     "policy.megatron_cfg.peft.enabled=true",
@@ -77,16 +77,28 @@ def sampled(engine, requests: Sequence[RolloutRequest]) -> dict[str, Rollout]:
     return found
 
 
-def adapter_digest(engine) -> list[int]:
-    from mrl.refit.checksum import digest
-    from mrl.rollout.held_adapters import adapter_tensors
-
-    return list(digest(adapter_tensors(worker_of(engine).get_model())).values())
+def adapter_digests(engine) -> list[list[int]]:
+    """Checksums of all factors of each worker."""
+    return engine.llm.collective_rpc(factor_digest)
 
 
 def flip_adapter_byte(engine, name: str) -> None:
+    engine.llm.collective_rpc(flip_after_pull, args=(name,))
+
+
+# Functions that run in a worker of an engine.
+
+
+def factor_digest(worker) -> list[int]:
+    from mrl.refit.checksum import digest
+    from mrl.rollout.held_adapters import adapter_tensors
+
+    return list(digest(adapter_tensors(worker.get_model())).values())
+
+
+def flip_after_pull(worker, name: str) -> None:
     """The next pull of adapters is followed by a flipped bit in the live factor."""
-    puller = worker_of(engine).sides["adapters"].puller
+    puller = worker.sides["adapters"].puller
     pull = puller.pull
 
     def pull_and_flip(round_index: int) -> int:
@@ -114,11 +126,11 @@ def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    before = live.on_engines(adapter_digest)
+    before = live.on_engines(adapter_digests)
     for _ in range(2):
         train_step(live.run, live.state)
     do(live.run.supplier.refit(live.state))
-    assert live.on_engines(adapter_digest) != before
+    assert live.on_engines(adapter_digests) != before
     live.run.saver.begin(live.state)
     live.run.saver.finish()
     step = live.run.folder.path / f"step_{live.state.step}"
@@ -154,7 +166,7 @@ def test_a_flipped_byte_of_an_adapter_is_caught_by_name(live: LiveRun):
 
 def test_a_restarted_engine_gets_weights_and_adapters(live: LiveRun):
     session = live.run.supplier.session
-    expected, base = live.on_engines(adapter_digest), session.engines.call(EngineVerbs.live_digest)
+    expected, base = live.on_engines(adapter_digests), session.engines.call(EngineVerbs.live_digest)
     moving, asked = session.refit, []
     run_rounds = moving._run_rounds
 
@@ -167,13 +179,18 @@ def test_a_restarted_engine_gets_weights_and_adapters(live: LiveRun):
     do(live.run.supplier.refit(live.state))
     moving._run_rounds = run_rounds
     assert asked[-2:] == [("weights", [1]), ("adapters", [0, 1])]
-    assert live.on_engines(adapter_digest) == expected
+    assert live.on_engines(adapter_digests) == expected
     assert session.engines.call(EngineVerbs.live_digest) == base
     train_step(live.run, live.state)
 
 
 def test_adapters_do_not_move_above_other_weights(live: LiveRun):
+    session, moving = live.run.supplier.session, live.run.supplier.session.refit
     live.on_ranks(lambda policy: policy.perturb(3))
-    expect_refused(live, "the weights below them have changed since the last")
-    live.run.supplier.session.refit._held.clear()
+    moving.attempt += 1
+    with pytest.raises(RuntimeError, match="the weights below them have changed since the last"):
+        session.policies.call(PolicyVerbs.refit, moving.attempt, (), 60.0, "adapters", deadline_s=DEADLINE_S)
+    # All ranks have left, and a start sends the weights again.
+    moving.moves["adapters"].address = None
+    moving._held.clear()
     recover(live)
