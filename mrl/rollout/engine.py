@@ -30,7 +30,7 @@ from mrl import phases
 from mrl.config.schema.generation import GenerationConfig
 from mrl.gpus import on_gpu
 from mrl.phases import Phase
-from mrl.refit import RefitError
+from mrl.refit import Refused
 from mrl.refit.inputs import Part, WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
@@ -280,8 +280,8 @@ class Engine:
     def _refit_workers(self, method: str, *arguments: object) -> list:
         answers = self._workers(method, *arguments)
         for answer in answers:
-            if isinstance(answer, RefitError):
-                raise answer
+            if isinstance(answer, Refused):
+                raise answer.error
         return answers
 
     def serve(self, version: int) -> None:

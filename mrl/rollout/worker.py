@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from conversion.boxes import Slot
 from conversion.families.common import DRAFTER, EngineDtypes
 from mrl import numa
-from mrl.refit import RefitError
+from mrl.refit import RefitError, Refused
 from mrl.refit.checksum import digest
 from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
@@ -119,20 +119,18 @@ class RefitWorker:
         )
         side.addresses = side.puller.addresses
 
-    def wait_for_room(self, attempt: int, timeout_s: float, part: Part) -> RefitError | None:
+    def wait_for_room(self, attempt: int, timeout_s: float, part: Part) -> Refused | None:
         """Waits until this worker's weights have room next to the policy's; errors as in `run_refit`."""
         try:
             self._prepared(part).wait_for_room(attempt, timeout_s=timeout_s)
         except RefitError as error:
-            return error
+            return Refused(error)
         return None
 
-    def run_refit(
-        self, attempt: int, is_reader: bool, timeout_s: float, part: Part
-    ) -> VerifyReport | RefitError | None:
+    def run_refit(self, attempt: int, is_reader: bool, timeout_s: float, part: Part) -> VerifyReport | Refused | None:
         """The whole refit's report, None if this worker only takes part in the exchange; or why it left the attempt.
 
-        An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
+        An error is handed over: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
         A refit writes parameters in the layout in which vLLM loads them; those that vLLM quantises it makes of staged
         weights by vLLM's own code (`mrl.rollout.quantised`). The engine's arguments and `cpu.install`
@@ -149,7 +147,7 @@ class RefitWorker:
             assert exchange is not None, "colocated workers only read"
             exchange.run(attempt, [], timeout_s=timeout_s)
         except RefitError as error:
-            return error
+            return Refused(error)
         return None
 
     def limit_vocabulary(self, num_tokens: int) -> None:
