@@ -13,11 +13,11 @@ from mrl.config.errors import NotKnown
 from mrl.config.fp8 import form_of
 from mrl.config.model import read_model
 from mrl.config.parsers import shows_tools
-from mrl.config.schema.env import FROM_VERIFIERS
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.sharing import describe_sharing
 from mrl.config.texts import counted
+from mrl.data.columns import environments_asked
 from mrl.data.order import count_steps
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.phases import REFERENCE, ModelName
@@ -25,6 +25,7 @@ from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import describe_limits
 from mrl.store.checkpoints import newest_step
+from mrl.store.loggers.group import switched_on
 
 COUNTED_ROWS = 20_000
 """Rows that a check counts to say how many steps they make: under a second of reading."""
@@ -57,6 +58,47 @@ def _batch(config: RunConfig) -> str:
         f"{grpo.num_rollouts_per_step:,}"
     )
     return f"{rollouts} a step, {batch_size:,} an update"
+
+
+def _advantages(config: RunConfig) -> str:
+    if config.algorithm != "grpo":
+        return ""
+    grpo, estimator = config.grpo, config.grpo.adv_estimator
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    parts = [estimator.name]
+    if estimator.name in ("grpo", "gdpo"):
+        parts.append(f"over the mean of {'the others' if estimator.use_leave_one_out_baseline else 'the group'}")
+        parts += ["divided by the rewards' deviation"] * estimator.normalize_rewards
+    if scaling.enabled:
+        parts.append(
+            f"rewards {scaling.source_min:g} to {scaling.source_max:g} become {scaling.target_min:g} to "
+            f"{scaling.target_max:g}"
+        )
+    if shaping.enabled:
+        coefficient = shaping.stop_properly_penalty_coef
+        parts.append("long replies lose reward" if coefficient is None else f"rewards of cut replies x {coefficient:g}")
+    parts += ["cut replies are not trained"] * grpo.overlong_filtering
+    if grpo.use_dynamic_sampling:
+        parts.append(f"only groups whose rewards differ, of up to {grpo.dynamic_sampling_max_gen_batches} batches")
+    return "; ".join(parts)
+
+
+def _loss(config: RunConfig) -> str:
+    if config.algorithm not in ("grpo", "ppo"):
+        return ""
+    loss = config.loss_fn
+    of_sequence = " of the sequence (GSPO)" * loss.sequence_level_importance_ratios
+    clip = f"ratio{of_sequence} clipped at 1 - {loss.ratio_clip_min:g} and 1 + {loss.ratio_clip_max:g}"
+    if loss.ratio_clip_c is not None:
+        clip += f", dual clip {loss.ratio_clip_c:g}"
+    surrogates = {"cispo": f"CISPO, {clip}", "reinforce": "REINFORCE, without a ratio", "ppo": f"PPO, {clip}"}
+    parts = [loss.token_loss or surrogates[loss.surrogate]]
+    parts.append("mean of tokens" if loss.token_level_loss else "mean of rollouts")
+    kl, place = loss.reference_policy_kl_penalty, " in the rewards" * loss.use_kl_in_reward
+    parts.append(f"KL {kl:g} ({loss.reference_policy_kl_type}){place}" if kl else "no KL")
+    if loss.use_importance_sampling_correction:
+        parts.append(f"weights of trainer over generator{f' ({loss.truncation})' if loss.truncation else ''}")
+    return "; ".join(parts)
 
 
 def _slots(config: RunConfig) -> str:
@@ -148,7 +190,7 @@ def _rewards(config: RunConfig) -> str:
         return "none"
     # A host from which jobs are submitted has other cores than their nodes.
     is_elsewhere = config.cluster.num_nodes > 1 or (config.cluster.gpus_per_node > 0 and local_gpu() is None)
-    return describe_workers(config, num_cores=None if is_elsewhere else usable_cores())
+    return describe_workers(config, num_cores=None if is_elsewhere else usable_cores(), asked=_asked(config))
 
 
 def _agents(config: RunConfig) -> str:
@@ -173,16 +215,20 @@ def _data(config: RunConfig) -> str:
     return f"{train}; held out: {_held_out(config)}"
 
 
+def _asked(config: RunConfig) -> list[str]:
+    """The environments that rows of the run ask for, as far as its files tell."""
+    sets = config.data.train_sets | config.data.validation_sets
+    try:
+        return environments_asked(sets, config.env)
+    except ValueError:  # of rows that cannot be read, which the look at them says
+        return list(dict.fromkeys(dataset.env_name for dataset in sets.values()))
+
+
 def _held_out(config: RunConfig) -> str:
     data = config.data
     validation = [f"{dataset.held_out:g} of {key}" for key, dataset in data.train_sets.items() if dataset.held_out]
     validation += [dataset.source for dataset in data.validation_sets.values()]
-    sets = (data.train_sets | data.validation_sets).values()
-    judges = dict.fromkeys(
-        one.source.removeprefix(FROM_VERIFIERS) if one.source.startswith(FROM_VERIFIERS) else one.env_name
-        for one in sets
-    )
-    scored = f"; scored by {', '.join(filter(None, judges))}" if config.has_engines else ""
+    scored = f"; scored by {', '.join(_asked(config))}" if config.has_engines else ""
     return f"{', '.join(validation) or 'none'}{scored}"
 
 
@@ -236,6 +282,10 @@ def _checkpoints(config: RunConfig) -> str:
     return f"every {section.save_period} steps, best {section.keep_top_k} by {section.metric_name}"
 
 
+def _logs(config: RunConfig) -> str:
+    return ", ".join([config.logger.log_dir, *switched_on(config.logger)])
+
+
 ROWS: dict[str, Callable[[RunConfig], str]] = {
     "algorithm": lambda config: config.algorithm,
     "model": lambda config: _model(config.policy),
@@ -248,6 +298,8 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "engines": _engines,
     "judges": _judges,
     "batch": _batch,
+    "advantages": _advantages,
+    "loss": _loss,
     "tokens": _tokens,
     "prefixes": lambda config: describe_sharing(config) if config.has_engines else "",
     "steps": _steps,
@@ -257,7 +309,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "optimizer": _optimizer,
     "run folder": _start,
     "checkpoints": _checkpoints,
-    "logs": lambda config: config.logger.log_dir,
+    "logs": _logs,
     "deadlines": lambda config: "\n".join(
         [
             "a run that misses one counts as hanging: mrl ends it, and the same command resumes",
@@ -274,6 +326,8 @@ ROWS_OF_TRAINING = (
         "reference",
         "critic",
         "batch",
+        "advantages",
+        "loss",
         "prefixes",
         "steps",
         "optimizer",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from mrl import barred
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, way_to_prepare
-from mrl.config.own import REWARD, find_fitting, names_in, refuse_clash, wrong_annotations
+from mrl.config.own import AGENT, REWARD, find_fitting, names_in, refuse_clash, wrong_annotations
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             find_fitting(path, REWARD)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {_agent_text(path) or error}") from error
         data = [
             f"data.train.data_path={json.dumps(str(options.rows))}",
             "data.validation=null",
@@ -99,6 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(rows) < num_rows:
         print(f"The first {len(rows)} of {num_rows:,} rows were judged")
     return 0 if all(verdict.has_reward for verdict in verdicts) else 1
+
+
+def _agent_text(path: str) -> str:
+    """The way to try an agent; "" for all else."""
+    try:
+        find_fitting(path, AGENT)
+    except ValueError:
+        return ""
+    name = path.rpartition(":")[2]
+    return (
+        "is an agent, which asks a model; a run of one step tries it in a minute or two: python -m mrl.train "
+        f"grpo_tiny.yaml ++env.own.agents.{name}={path} data.default.env_name={name} grpo.max_num_steps=1"
+    )
 
 
 def _module_path(function: str) -> str:

@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue
 from mrl.config.errors import Problem
 from mrl.config.files import Key, Settings, split_key, wrong
 from mrl.config.migration import Migration, dialect
+from mrl.config.passthrough import UNSAMPLED, UNSAMPLED_RULE
 from mrl.config.schema.keys import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA
 from mrl.config.values import REFERENCE, Tree, Unresolved
 
@@ -94,6 +95,8 @@ def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Se
         hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; mrl keys lists them"
         if start[0] == "env" and len(start) == 2 and not (nearest or "").startswith("env."):
             hint = "; mrl has no such environment: leave it out, or write it as a function (docs/extend/environment.md)"
+        if start[-1] in UNSAMPLED:
+            hint = f"; {UNSAMPLED_RULE}: leave it out"
         if len(keys) == 1:
             problems.append(wrong("unknown-key", keys[0], first, f"no such key{hint}"))
         else:

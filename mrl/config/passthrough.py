@@ -48,6 +48,13 @@ FIXED_SPECULATIVE_ARGUMENTS: Mapping[str, str] = {
 OVERRIDABLE: frozenset[str] = frozenset(_TABLES["overridable"])
 """Fields of Megatron's TransformerConfig that change how the model is computed, not what."""
 
+UNSAMPLED = (
+    "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
+    "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "num_beams", "best_of",
+)  # fmt: skip
+"""Sampling parameters of other libraries, which would draw from a distribution that the trainer does not compute."""
+UNSAMPLED_RULE = "rollouts are drawn by temperature, top_p and top_k alone, so that the trainer computes their logprobs"
+
 RESERVED_VARIABLES = re.compile(
     "RAY_.*|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|WORLD_SIZE|PYTHONPATH"
     "|VLLM_ENABLE_V1_MULTIPROCESSING|VLLM_CPU_ATTN_SPLIT_KV|VLLM_PP_LAYER_PARTITION|VLLM_DP_.*"
@@ -154,8 +161,11 @@ def _check_remote_code(key: str, value: object, problems: Problems) -> None:
 def _check_value(library: Library, prefix: str, name: str, value: object, problems: Problems) -> None:
     known = arguments_of(library)
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        problems.add(f"{prefix}.{name}", f"no argument of {DESCRIBED[library]}", f"the nearest is {nearest}")
+        near = difflib.get_close_matches(name, known, n=1)
+        way_out = f"the nearest is {near[0]}" if near else "leave it out"
+        if library == "EngineArgs" and name in UNSAMPLED:
+            way_out = f"{UNSAMPLED_RULE}: leave it out"
+        problems.add(f"{prefix}.{name}", f"no argument of {DESCRIBED[library]}", way_out)
         return
     own = {
         _SCALARS.get(type(value)),

@@ -240,6 +240,10 @@ class _Reader:
                     continue
                 if isinstance(value, str) and bool in child.kinds:  # environment variables give text
                     value = {"true": True, "false": False}.get(value.lower(), value)
+                if isinstance(value, str) and value.startswith("~/"):  # a folder of this name would be made
+                    way_out = f"${{oc.env:HOME}}/{value.removeprefix('~/')}"
+                    self._add("value", dotted, value, f"nothing expands ~ here; write the whole path, or {way_out}")
+                    continue
                 self.values[dotted] = _adapter(child.hint).validate_python(value)
             except MissingMandatoryValue:
                 self.problems[dotted] = is_required(self._name(dotted))

@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from mrl.config.errors import Problem
-from mrl.config.own import MISSPELT, REWARD, find_reward
+from mrl.config.own import MISSPELT, REWARD, find_reward, is_path
+from mrl.config.rules.data import route_of
 from mrl.config.schema.env import FROM_VERIFIERS
-from mrl.data.fields import RowError, json_object
+from mrl.data.fields import REQUEST, RowError, agent_of, json_object
 from mrl.data.records import records
 
 if TYPE_CHECKING:
+    from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.env import EnvConfig
     from mrl.data.reading import Reader
     from mrl.types import Prompt
 
 _VALUES = (*REWARD.parameters, *REWARD.synonyms)
-NUM_ROWS = 20
-"""Rows of a data set that are looked at: rows of one data set have mostly the same columns."""
+NUM_ROWS, NUM_NAMED = 20, 1000
+"""Rows of a data set that are looked at for columns, which are mostly the same, and for names of environments."""
 
 
 class LacksColumns(RowError):
@@ -113,6 +118,32 @@ def find_unasked(readers: Iterable[Reader[tuple[str, Prompt]]], named: Mapping[s
         for key, path in named.items()
         if (name := key.rpartition(".")[2]) not in asked
     ]
+
+
+def environments_asked(sets: Mapping[str, DatasetConfig], section: EnvConfig) -> list[str]:
+    """The environments of data sets' first rows; of a set whose rows are not on this machine, its own."""
+    found = dict[str, None]()
+    for key, dataset in sets.items():
+        if dataset.source.startswith(FROM_VERIFIERS):
+            found[dataset.source.removeprefix(FROM_VERIFIERS)] = None
+        elif not os.path.exists(dataset.source) or is_path(dataset.processor):  # which may name any
+            found[dataset.env_name] = None
+        else:
+            found |= dict.fromkeys(_named_by_rows(key, dataset, section))
+    return list(found)
+
+
+def _named_by_rows(key: str, dataset: DatasetConfig, section: EnvConfig) -> Iterator[str]:
+    from mrl.data.files import find_data_files  # imports the client of the Hub, which checks of other files do without
+
+    for record in islice((one for path in find_data_files(dataset, setting=key) for one in records(path)), NUM_NAMED):
+        with suppress(RowError):  # a bad row, which the look at rows tells
+            fields = {} if record.fault else json_object(record.line)
+            named, agent = fields.get("env_name"), agent_of(fields) if REQUEST in fields else None
+            if isinstance(named, str):
+                yield named
+            else:
+                yield (route_of(agent, section) or agent) if agent is not None else dataset.env_name
 
 
 def _environment(found: Prompt | LacksColumns, named: Mapping[str, str]) -> str:

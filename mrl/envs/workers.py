@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
-from mrl.config.rules.data import NEMO_GYM, environment_names
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent
 from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig, WorkersConfig
 from mrl.config.schema.run import RunConfig
 from mrl.envs.code import GRACE_S
@@ -40,26 +41,29 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
     return max(MIN_WORKERS, min(asked, num_cores)) if name in BUILT_IN else asked
 
 
-def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
+def describe_workers(config: RunConfig, *, num_cores: int | None, asked: Sequence[str] | None = None) -> str:
     """Workers of each environment on a node with these cores; says so if the config asks for more than it has cores.
 
-    None stands for a node whose cores are not known.
+    None stands for a node whose cores are not known. `asked` are those that rows name, where that is known.
     """
+    names = environments_of(config)
+    if asked is not None and NEMO_GYM not in asked:
+        names = tuple(name for name in asked if name in names or not is_agent(name, config.env))
     if num_cores is None:
-        asked_for = [f"{name} {_asked(name, config) or 'its share of the cores'}" for name in environments_of(config)]
+        asked_for = [f"{name} {_asked(name, config) or 'its share of the cores'}" for name in names]
         return (
             f"one actor; workers on each {_kind(config)}, whose cores are not known here: "
             f"{', '.join(asked_for) or 'none, agents give all rewards'}"
         )
-    workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
+    workers = {name: num_workers(name, config, num_cores=num_cores) for name in names}
     children = ", ".join(f"{name} {num}" for name, num in workers.items()) or "none, agents give all rewards"
     text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {children}"
     for name, given in workers.items():
-        asked = _asked(name, config)
-        if asked is not None and asked > given:
+        num_asked = _asked(name, config)
+        if num_asked is not None and num_asked > given:
             key = f"env.{name}.num_workers={_section(name, config.env).num_workers}"
             text += (
-                f"; {key} asks for {asked} on a node, which has no cores for more than {given}: use more "
+                f"; {key} asks for {num_asked} on a node, which has no cores for more than {given}: use more "
                 "nodes, or null for all cores"
             )
     return text

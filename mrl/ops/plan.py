@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
@@ -84,8 +85,9 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     if refused := problems_of(config):
         for line in refused:
             logger.error("%s", line)
-        if found := nearest(search_layouts(config, gpu, None, mean_tokens=options.mean_tokens)):
-            logger.info("%s", "\n".join(describe_candidates("Nearest layouts that fit:", found)))
+        with suppress(ValueError):  # what is refused, as of nodes or files, may leave no layout to look at
+            if found := nearest(search_layouts(config, gpu, None, mean_tokens=options.mean_tokens)):
+                logger.info("%s", "\n".join(describe_candidates("Nearest layouts that fit:", found)))
         return 2
     node_memory = None if options.node_memory is None else options.node_memory * GIB
     plan = make_plan(config, gpu, mean_tokens=options.mean_tokens, node_memory=node_memory)

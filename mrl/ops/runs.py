@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         there = ", ".join(run.name for run in runs_in(RESULTS_FOLDER))
         parser.error(f"{what}; runs in {RESULTS_FOLDER}: {there or 'none'}")
+    if absent := [folder for folder in folders if folder != RESULTS_FOLDER and not folder.exists()]:
+        parser.error(f"no folder {', '.join(map(str, absent))}; the words before folders are show and compare")
     if not found:
         parser.error(
             f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or "
@@ -216,8 +218,9 @@ def end_of(attempt: Path) -> str:
     if not found:
         return "ended without a word: killed, or its host was lost"
     code, said = found.get("code"), str(found.get("text") or "")
-    meaning = CODES[code][0] if isinstance(code, int) and code in CODES else "ended"
-    return f"ended with exit code {code}, {meaning.partition(';')[0]}" + (f": {said}" if said else "")
+    meaning = CODES[code][0].partition(";")[0] if isinstance(code, int) and code in CODES else ""
+    reason = said.removeprefix("The attempt ended: ") or meaning
+    return f"ended with exit code {code}" + (f": {reason}" if reason else "")
 
 
 def rolled_back(ledger: Path) -> Iterator[str]:

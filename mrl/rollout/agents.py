@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol, cast
 
@@ -38,6 +39,7 @@ from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import (
     BLOCKED,
     AgentBlocked,
+    AgentBusy,
     AgentLost,
     AgentUnreached,
     Json,
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 """Attempts at one rollout whose agent dies: by its own fault, or by that of another one in its process."""
 RETRY_S, MAX_PAUSE_S = 1.0, 30.0
+"""First and last of the longest pauses, which double, before an agent that was not reached is asked again."""
 NO_COLUMNS = ("extracted", "status")
 """Texts of an answer that are no columns of the table of samples."""
 
@@ -268,6 +271,8 @@ class AgentRunner:
         """Agents, and what was altered in requests of theirs: see `AgentSession.altered`."""
         self._waiting: dict[str, tuple[str, str]] = {}
         """Agent and reason, of each rollout whose agent cannot be reached."""
+        self._listens = dict[str, asyncio.Event]()
+        """Wakes the rollouts of an agent at whose address nothing listened."""
 
     def waiting(self) -> dict[str, tuple[int, str]]:
         """Number of rollouts that wait for an unreachable agent, and the newest reason, by the agent's name."""
@@ -288,6 +293,12 @@ class AgentRunner:
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Runs a rollout, with new attempts if the agent is lost. One without a task is awaited until the deadline."""
+        try:
+            return await self._run(task)
+        finally:
+            self._waiting.pop(task.request_id, None)
+
+    async def _run(self, task: AgentTask) -> AgentResult:
         end, reason, attempt, pause_s = time.monotonic() + self._timeout_s, "", 0, RETRY_S
         while attempt < MAX_ATTEMPTS:
             session = self.gateway.open_session(sampling=task.sampling, seed=task.seed)
@@ -300,8 +311,7 @@ class AgentRunner:
                 }
             except AgentUnreached as lost:
                 if time.monotonic() + pause_s < end:
-                    self._waiting[task.request_id] = f"agent {task.prompt.env_name}", str(lost)
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all at once
+                    await self._pause(task, lost, pause_s)
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     continue
                 reply = {
@@ -317,11 +327,28 @@ class AgentRunner:
                 continue
             finally:
                 self.gateway.close_session(session)
-                self._waiting.pop(task.request_id, None)
             return self._ended(task, session, judged(reply, masks_flagged=self._masks_flagged), attempt)
         return self._ended(
             task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS
         )
+
+    async def _pause(self, task: AgentTask, lost: AgentUnreached, most_s: float) -> None:
+        """Waits before the agent is asked again: up to `most_s`, or until a connection to it is made."""
+        name = task.prompt.env_name
+        self._waiting[task.request_id] = f"agent {name}", str(lost)
+        pause_s = random.uniform(0.0, most_s)  # not all at once
+        if isinstance(lost, AgentBusy):
+            await asyncio.sleep(pause_s)
+            self._waiting.pop(task.request_id, None)
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._listens.setdefault(name, asyncio.Event()).wait(), pause_s)
+
+    def _note_connection(self, name: str) -> None:
+        """Wakes the rollouts that wait until something listens at an agent's address."""
+        if (listens := self._listens.pop(name, None)) is not None:
+            listens.set()
+            self._waiting = {key: found for key, found in self._waiting.items() if found[0] != f"agent {name}"}
 
     async def _ask(self, task: AgentTask, session: AgentSession, deadline_s: float) -> Json:
         name = task.prompt.env_name
@@ -331,6 +358,8 @@ class AgentRunner:
             group = hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
             return await self.gym.answer(task, session, self.gateway.receipts, group=group, deadline_s=deadline_s)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
+        if isinstance(agent, RemoteAgent):
+            agent.on_connected = partial(self._note_connection, name)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {
             "row": task.row,

@@ -40,6 +40,10 @@ class AgentUnreached(AgentLost):
     """The agent has got no task: nothing listens at its address, or its server has no time now."""
 
 
+class AgentBusy(AgentUnreached):
+    """The agent's server listens, and has no time now."""
+
+
 async def keep_running(name: str, run: Callable[[], Awaitable[tuple[bool, int | None]]], *, log: object) -> None:
     """Runs a program again whenever it ends. `run` runs it once, and tells whether it was up, and its exit code.
 
@@ -88,12 +92,28 @@ async def read_answer(response: aiohttp.ClientResponse, most: int = MAX_ANSWER_B
     return unpacked
 
 
-def open_client(timeout: aiohttp.ClientTimeout, *, limit: int = 100) -> aiohttp.ClientSession:
-    """A session of at most `limit` connections to a server, 0 = any number, whose answers `read_answer` reads."""
-    connector = aiohttp.TCPConnector(limit=limit)
+def open_client(
+    timeout: aiohttp.ClientTimeout, *, limit: int = 100, on_connected: Callable[[], None] = lambda: None
+) -> aiohttp.ClientSession:
+    """A session of at most `limit` connections to a server, 0 = any number, whose answers `read_answer` reads.
+
+    `on_connected` is called when a request has got a connection.
+    """
+
+    async def note(*_: object) -> None:
+        on_connected()
+
+    connector, trace = aiohttp.TCPConnector(limit=limit), aiohttp.TraceConfig()
+    trace.on_connection_create_end.append(note)
+    trace.on_connection_reuseconn.append(note)
     headers = {"Accept-Encoding": "gzip, deflate"}
     return aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False
+        connector=connector,
+        timeout=timeout,
+        headers=headers,
+        trust_env=False,
+        auto_decompress=False,
+        trace_configs=[trace],
     )
 
 
@@ -102,6 +122,8 @@ class RemoteAgent:
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
         self.url = url
+        self.on_connected: Callable[[], None] = lambda: None
+        """Called when a request has got a connection to it."""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client: aiohttp.ClientSession | None = None
 
@@ -112,7 +134,11 @@ class RemoteAgent:
     async def post(self, body: Json, *, deadline_s: float) -> Json:
         """The server's answer; `{"error": ...}` if it refuses. Errors as `ask`."""
         if (client := self._client) is None:
-            client = self._client = open_client(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), limit=0)
+            client = self._client = open_client(
+                aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                limit=0,
+                on_connected=lambda: self.on_connected(),
+            )
         try:
             async with (
                 asyncio.timeout(deadline_s + GRACE_S),
@@ -132,7 +158,7 @@ class RemoteAgent:
             return {"error": f"{self.url} answers {error}"}
         text = content.decode("utf-8", errors="replace")
         if response.status >= 500 or response.status in BUSY:
-            raise (AgentUnreached if response.status in BUSY else AgentLost)(
+            raise (AgentBusy if response.status in BUSY else AgentLost)(
                 f"{self.url} answers {response.status}: {text[:300]}"
             )
         if (moved := response.headers.get("Location")) and response.status < 400:

@@ -47,6 +47,8 @@ class Advice:
     causes: str
     turn: str
     is_below: bool = False
+    is_warned: bool = False
+    """True where a warning in the log has said it before the step's end: the console does not say it again."""
     names: Callable[[Row], Sequence[str]] = lambda row: ()
     """Names of what the number is of, in the last row."""
 
@@ -277,10 +279,10 @@ RULES = (
     Advice("dropped", "look", "requests of an agent with parts that the chat template does not write, a rollout,",
            _altered("dropped"), 0.0, "the model's template has no tools, or not the role",
          "rollout/*/dropped_* says which; a message that says it; "
-         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template"),
+         "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template", is_warned=True),
     Advice("overridden", "look", "requests of an agent with sampling parameters of its own, a rollout,",
            _altered("overridden"), 0.0, "the agent sets them, and the run's are used",
-         "rollout/*/overridden_* says which; leave them out; policy.generation"),
+         "rollout/*/overridden_* says which; leave them out; policy.generation", is_warned=True),
     Advice("router", "look", "unused experts of the worst layer, 3 steps,",
            _mean("train/moe/unused_experts_worst", steps=3), 0.5,
          "the router collapses",
@@ -295,7 +297,7 @@ RULES = (
          "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
     Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
          "rows are far longer than sequences",
-         "policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens", is_below=True),
+         "policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens down", is_below=True),
     Advice("checkpoint_waits", "look", f"share of {NUM_STEPS_WAITING} steps spent waiting for checkpoints",
          _share_of_time("time/checkpoint", steps=NUM_STEPS_WAITING), 0.1,
          "the disk is slow or saves are frequent",
@@ -342,13 +344,16 @@ def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
     )
 
 
+WARNED = frozenset(rule.key for rule in RULES if rule.is_warned)
+
+
 class Advisor:
-    """Gives every advisory once, when its rule first applies."""
+    """Gives every advisory once, when its rule first applies, except those that a warning has said."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._rows: deque[Row] = deque(maxlen=WINDOW)
-        self._said: set[str] = set()
+        self._said = set(WARNED)
 
     def new(self, row: Row) -> list[Advisory]:
         """Lists the advisories that hold with this step's row and did not hold before."""

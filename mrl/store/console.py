@@ -106,11 +106,11 @@ def rollout_progress(total: int) -> tqdm:
 
 
 class _LineWriter:
-    """Turns tqdm's carriage returns into lines of the log, which a full disk cannot fail."""
+    """Turns tqdm's carriage returns into lines of the log, which a full disk cannot fail; leaves out that of 0%."""
 
     def write(self, text: str) -> None:
         line = text.strip("\r\n ")
-        if line:
+        if line and "| 0/" not in line:
             story.info("%s", line)
 
     def flush(self) -> None: ...

@@ -185,9 +185,15 @@ def test_a_run_of_one_step_has_its_values_and_nothing_about_curves(tab: Tab, tmp
     assert "Loss: train/loss = 0.1" in texts(tab, "main li") and texts(tab, ".chart, input, .controls small") == []
     tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
     assert texts(tab, "th") == ["step", "split", "prompt", "rollout", "expected", "reward"]
-    write_dump(folder, 1, [rollout(0, "plain", extracted=""), rollout(1, "shown", extracted="7")])
+    write_dump(
+        folder, 1, [rollout(0, "plain", extracted="", rewards=0.3), rollout(1, "shown", extracted="7", rewards=1)]
+    )
     open_report(tab, folder)
     tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    assert tab.evaluate("[...document.querySelectorAll('.card')].map((one) => one.className)") == [
+        "card partly",
+        "card good",
+    ]
     assert [text for text in texts(tab, ".card small") if "reward" not in text] == ["extracted 7"]
 
 

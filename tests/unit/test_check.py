@@ -355,6 +355,23 @@ def test_yaml_is_refused_by_line_and_column(said, tmp_path: Path):
     assert code == 2 and f"{tmp_path / 'bad.yaml'}:3:2: not readable as a config (" in output
 
 
+def test_values_that_look_right_are_refused_with_the_reason(said, tmp_path: Path):
+    (tmp_path / "tab.yaml").write_text("grpo:\n\tseed: 1\n")
+    assert f"{tmp_path / 'tab.yaml'}:2:1: not readable as a config (a tab, and YAML" in said("tab.yaml")[1]
+    (tmp_path / "home.yaml").write_text("defaults: grpo_tiny.yaml\ncheckpointing: {checkpoint_dir: ~/run}\n")
+    assert "nothing expands ~ here; write the whole path, or ${oc.env:HOME}/run" in said("home.yaml")[1]
+    text = said("grpo_tiny.yaml", "policy.generation.repetition_penalty=1.1")[1]
+    assert "no such key; rollouts are drawn by temperature, top_p and top_k alone" in text
+
+
+def test_what_an_algorithm_does_stands_in_its_lines(said):
+    keys = ["use_dynamic_sampling=true", "reward_scaling.enabled=true", "reward_scaling.target_min=-1"]
+    loss = ["sequence_level_importance_ratios=true", "token_level_loss=false", "ratio_clip_c=3"]
+    text = said("grpo_tiny.yaml", *(f"grpo.{key}" for key in keys), *(f"loss_fn.{key}" for key in loss))[1]
+    assert "rewards 0 to 1 become -1 to 1; only groups whose rewards differ, of up to 10 batches" in text
+    assert "PPO, ratio of the sequence (GSPO) clipped at 1 - 0.2 and 1 + 0.2, dual clip 3; mean of rollouts" in text
+
+
 def test_a_misspelt_file_has_a_nearest_one(said, tmp_path: Path):
     assert "; the nearest is grpo_tiny.yaml" in said("grpo_tinny.yaml")[1]
     (tmp_path / "mine.yaml").write_text("defaults: [grpo_tiny]\n")

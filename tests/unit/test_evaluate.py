@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from conversion.files.reading import sha256_file
+from mrl.check import parse_evaluation
 from mrl.config.load import load_run
 from mrl.config.rules.checks import find_problems
 from mrl.evaluate import find_target
@@ -23,6 +24,14 @@ def checkpoint(run: Path, step: int) -> Path:
 def test_a_config_is_evaluated_with_its_model():
     target = find_target("grpo_tiny.yaml", None)
     assert (target.config, target.name, target.model, target.checkpoint) == ("grpo_tiny.yaml", "grpo_tiny", None, None)
+
+
+def test_a_config_may_be_named_as_nemo_rl_names_it():
+    given = parse_evaluation(["--config", "eval.yaml", "generation.temperature=0", "--check"])
+    assert (given.words, given.config) == (["eval.yaml", "generation.temperature=0"], None)
+    given = parse_evaluation(["results/run", "--config", "eval.yaml", "--check"])
+    assert (given.words, given.config) == (["results/run"], "eval.yaml")
+    assert parse_evaluation(["--config", "eval.yaml", "--check"]).words == ["eval.yaml"]
 
 
 def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_the_one_that_is_named(tmp_path: Path):

@@ -15,6 +15,7 @@ from mrl.config.rules.data import key_of
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.algo import Estimator
 from mrl.config.schema.data import PROCESSORS
+from mrl.config.schema.env import EnvConfig
 from mrl.config.schema.run import RunConfig
 
 _PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
@@ -254,12 +255,14 @@ OF_ALL = ("accuracy", "reward", "pass_k", "mean_length", "failed", "num_judged",
 """Metrics of a validation over all environments, beside `pass_at_K`."""
 
 
-def nearest_metric(metric: str) -> str:
+def nearest_metric(metric: str, env: EnvConfig) -> str:
     """The names like that of a metric no validation with rollouts has; "" for one that a validation may have."""
     if "/" in metric or metric in OF_ALL or re.fullmatch(r"pass_at_\d+", metric):
         return ""
-    near = difflib.get_close_matches(metric, OF_ALL, n=1, cutoff=0.0)[0]
-    return f"{near}, another of {', '.join(OF_ALL)}, or ENVIRONMENT/reward, ENVIRONMENT/reward_COMPONENT"
+    near = (difflib.get_close_matches(metric, OF_ALL, n=1) or OF_ALL)[0]
+    name = next(iter({**env.own.functions, **env.agents}), "ENVIRONMENT")
+    others = [one for one in OF_ALL if one != near]
+    return f"{near}, another of {', '.join(others)}, or {name}/reward, and of a component {name}/reward_COMPONENT"
 
 
 def check_early_stop(config: RunConfig, problems: Problems) -> None:
@@ -274,7 +277,7 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
         problems.add(
             "grpo.stop_at_validation_metric", rule, "set it and the threshold to null, or give data.validation"
         )
-    elif metric is not None and (near := nearest_metric(metric)):
+    elif metric is not None and (near := nearest_metric(metric, config.env)):
         rule = "validations have no such metric, and the run would never end by it"
         problems.add("grpo.stop_at_validation_metric", rule, f"use {near}")
 

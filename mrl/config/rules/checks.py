@@ -100,7 +100,7 @@ def check_checkpointing(config: RunConfig, problems: Problems) -> None:
             rule = "there is no validation, because data.validation=null and no training rows are held out"
             problems.add("checkpointing.metric_name", rule, "use train:reward, or give data.validation")
         elif stage == "val" and section.enabled and config.has_engines:
-            if near := algorithms.nearest_metric(metric):
+            if near := algorithms.nearest_metric(metric, config.env):
                 rule = "validations have no such metric, and checkpoints could not be ranked"
                 problems.add("checkpointing.metric_name", rule, f"use val:{near}")
     if limit is not None and not re.fullmatch(r"\d{1,4}:\d{1,2}:\d{1,2}:\d{1,2}", limit):

@@ -58,8 +58,14 @@ function said(row) {
     ...messages.map(({ role, content }) => h("section", { class: "turn" }, h("small", {}, role), h("pre", {}, content)))]);
 }
 
-function card(row) {
-  return h("article", { class: row.masked ? "card masked" : row.rewards > 0 ? "card good" : "card" },
+// The best reward of a batch is green, at least 1; others above 0 have a part of it.
+function classOf(row, best) {
+  if (row.masked) return "card masked";
+  return row.rewards >= best ? "card good" : row.rewards > 0 ? "card partly" : "card";
+}
+
+function card(row, best) {
+  return h("article", { class: classOf(row, best) },
     h("small", {}, fact(row)), ...said(row),
     row.extracted ? h("small", {}, `extracted ${row.extracted}`) : null,
     ...Object.entries(row.columns || {}).map(([name, text]) => h("small", {}, `${name} ${text}`)),
@@ -91,6 +97,7 @@ function rollouts() {
   const rows = one.rollouts[dump.name];
   if (!rows && !looked.lacking[dump.name]) load(dump);
   const groups = groupsOf(rows || []).map((group) => group.filter(isWanted).sort(SORTS[looked.sort])).filter((group) => group.length);
+  const best = (rows || []).reduce((most, row) => Math.max(most, row.masked ? 0 : row.rewards || 0), 1);
   const envs = [...new Set((rows || []).map((row) => row.environment).filter(Boolean))];
   const set = (name) => (value) => { looked[name] = value; looked.prompts = 8; draw(); };
   return h("div", {},
@@ -106,7 +113,7 @@ function rollouts() {
     groups.slice(0, looked.prompts).map((group) => h("section", { class: "group" },
       h("h3", {}, group[0].prompt_id || "prompt"), h("pre", { class: "prompt" }, group[0].content[0]),
       group[0].expected ? h("small", {}, `expected ${group[0].expected}`) : null,
-      h("div", { class: "cards" }, group.map(card)))),
+      h("div", { class: "cards" }, group.map((row) => card(row, best))))),
     groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, counted(groups.length - looked.prompts, "more prompt")) : null);
 }
 

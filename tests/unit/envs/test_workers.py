@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 from mrl.check import examine
 from mrl.config.schema.run import RunConfig
+from mrl.description import ROWS
 from mrl.envs.workers import describe_workers, environments_of, num_workers, usable_cores
 
 
@@ -63,6 +66,19 @@ def test_the_text_says_what_the_machine_lacks():
     assert text.startswith("one actor; workers on 8 cores: math 8; env.math.num_workers=1024 asks for 512 on a node")
     assert "asks for" not in describe_workers(config, num_cores=512)
     assert "asks for" not in describe_workers(read(), num_cores=1)
+
+
+def test_a_check_names_the_environments_that_rows_ask_for(tmp_path: Path):
+    def described(*rows: dict[str, object]) -> list[str]:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": "1+1=", **row}) + "\n" for row in rows))
+        data = [f"data.train.data_path={tmp_path / 'rows.jsonl'}", "data.validation=null"]
+        config = read(*data, "++env.own.agents.sums=a:b", "++env.own.functions.near=a:c")
+        return [ROWS[name](config) for name in ("data", "rewards")]
+
+    data, rewards = described({"env_name": "sums"}, {"env_name": "sums"})
+    assert data.endswith("scored by sums") and rewards.endswith(": none, agents give all rewards")
+    data, rewards = described({"answer": "2", "agent_ref": {"name": "carrying"}}, {"env_name": "near"})
+    assert data.endswith("scored by math, near") and ": math " in rewards and ", near 1" in rewards
 
 
 def test_cores_that_slurm_or_a_container_keeps_back_do_not_count():

@@ -92,7 +92,7 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ends = [line.partition("; ")[2] for line in lines if line.startswith("attempt ")]
     assert ends == [
         "ended without a word: killed, or its host was lost",
-        "ended with exit code 75, a signal or a time limit: a checkpoint is saved: Ended before the last step",
+        "ended with exit code 75: Ended before the last step",
     ]
     assert "learning rate 0.002" in [" ".join(line.split()) for line in lines]
     second = next(index for index, line in enumerate(lines) if line.startswith("attempt 2: started "))

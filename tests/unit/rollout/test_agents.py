@@ -346,6 +346,37 @@ def test_rollouts_that_wait_for_an_agent_are_counted_by_its_name(
     assert running.call(runner.waiting) == {}
 
 
+def test_a_server_that_comes_back_gets_the_rollouts_that_wait_at_once(
+    running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch
+):
+    pauses = iter([1e6, 1e6, 1e6])
+    monkeypatch.setattr(agents_module.random, "uniform", lambda *_: next(pauses, 0.01))  # of the fourth alone
+    monkeypatch.setattr(runner, "_timeout_s", 1e7)
+
+    async def answer(_: Request) -> Response:
+        return Response('{"reward": 1.0}')
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    app = Starlette(routes=[Route("/run", answer, methods=["POST"])])
+    server = http_gate.make_server(app, has_key=lambda *_: True, max_body=10**7)
+    running.call(lambda: runner.agents.update({"back": [RemoteAgent(f"http://127.0.0.1:{port}/run")]}))
+
+    async def wait() -> dict[str, tuple[int, str]]:
+        asked = [asyncio.ensure_future(runner.run(task("any", index, env_name="back"))) for index in range(4)]
+        async with asyncio.timeout(HANG_S):
+            while runner.waiting().get("agent back", (0, ""))[0] < 4:
+                await asyncio.sleep(0.01)
+            listener = socket.create_server(("127.0.0.1", port))
+            threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+            await asyncio.gather(*asked)
+        return runner.waiting()
+
+    assert running.run(wait()) == {}
+    server.should_exit = True
+
+
 def test_a_fault_of_tls_is_told_as_such(running: Running):
     """The run's own server speaks none."""
 

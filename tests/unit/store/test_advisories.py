@@ -158,6 +158,13 @@ def test_the_console_hears_of_a_rule_once():
     assert [index + 1 for index, found in enumerate(heard) if found] == [6] and heard[5] == ["kl"]
 
 
+def test_what_a_warning_has_said_is_for_the_page_alone():
+    altered = row(1, rollout__sums__dropped_tools=1.0, rollout__sums__overridden_temperature=2.0)
+    altered = {name.replace("__", "/"): value for name, value in altered.items()}
+    assert [advisory.key for advisory in advisories([altered], FACTS)] == ["dropped", "overridden"]
+    assert Advisor(FACTS).new(altered) == []
+
+
 def test_a_running_run_that_writes_nothing_hangs():
     assert silence(steps(3), silent_s=299) is None
     found = silence(steps(3, time__total=60.0), silent_s=601)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+import logging
 import re
 import time
 
+import pytest
+
 from conversion.progress import counter
 from mrl.config.load import load_config
-from mrl.store.console import bar_progress, outlook, step_header, step_lines
+from mrl.store.console import bar_progress, outlook, rollout_progress, step_header, step_lines
 
 # Tutorial 002's block, whose lines users grep.
 BLOCK = """\
@@ -73,6 +76,15 @@ def test_two_digit_steps_keep_the_width():
 def test_a_saved_step_shows_the_checkpoint_time():
     times = step_lines({**METRICS, "time/checkpoint": 8.0}, num_prompts=32, num_generations=16)[3]
     assert times == "[Time]     total=45.2s (gen=23.4s, reward=1.2s, train=18.6s, ckpt=8.0s)"
+
+
+def test_a_log_has_one_line_of_rollouts_that_came_soon(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    with rollout_progress(3) as progress:
+        progress.update(1)
+        progress.update(2)
+    (line,) = caplog.messages
+    assert line.startswith("Collecting rollouts: 100%|") and "| 3/3 [" in line
 
 
 def test_a_bar_shows_bytes_and_the_rate_of_what_is_done_now():

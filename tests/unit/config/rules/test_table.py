@@ -346,6 +346,8 @@ ENGINE.is_mx=true -> set that to fp8
 ENGINE.precision=fp8 & ENGINE.is_mx=true => ENGINE.is_mx -> not of whole blocks -> quantization=fp8_per_channel
 ENGINE.precision=fp8 & ENGINE.is_mx=true & KWARGS.quantization=fp8_per_channel => ENGINE.is_mx -> is another form
 ENGINE.pow2_weight_scaling_factors=true -> powers of two is not built
+KWARGS.min_p=0.1 => KWARGS.min_p -> temperature, top_p and top_k alone
+checkpointing.metric_name=val:right => checkpointing.metric_name -> use val:accuracy
 OVERRIDES.deterministic_mod=true -> nearest is deterministic_mode
 OVERRIDES.deterministic_mode=1 -> true or false
 OVERRIDES.moe_permute_fusion=false -> set MEGATRON.moe_permute_fusion
