@@ -379,7 +379,9 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
 
 def _look_at_agents_row(name: str, row: Prompt, config: RunConfig, look: Look) -> None:
     if row.env_name in config.env.agents:  # which asks for what it likes
-        look.unseen.append(f"{name}: rows of {row.env_name}, which your agent does")
+        place = config.env.own.agents.get(row.env_name) or config.env.remote.get(row.env_name)
+        trial = f"; `python -m mrl.reward {place} ROWS` tries it without a model" if place else ""
+        look.unseen.append(f"{name}: rows of {row.env_name}, which your agent does{trial}")
         return
     look.unseen.append(f"{name}: rows of {row.env_name}, which NeMo Gym's servers do, if one of them has that agent")
     from mrl.data.fields import REQUEST

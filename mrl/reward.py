@@ -4,7 +4,9 @@ function on rows.
 
 It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged
 twice, by its own answer and by an empty text. What the function prints stands above the table; below it stand the
-reasons why replies have no reward, each kind once with its count and its first traceback.
+reasons why replies have no reward, each kind once with its count and its first traceback. In place of a reward function
+may stand an agent, or the address of one: the replies, a list of texts for each row, answer its requests, which are
+read and refused as in a run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import json
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,11 +30,11 @@ from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.own import AGENT, REWARD, find_fitting, names_in, refuse_clash, wrong_annotations
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
+from mrl.types import Prompt, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
     from mrl.envs.task import Task
-    from mrl.types import Prompt, Verdict
 
 NAME = "reward"
 MAX_ROWS = 100
@@ -44,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mrl.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="as in env.own.functions; or FILE.py:FUNCTION")
+    what = "as in env.own.functions or env.own.agents; or FILE.py:FUNCTION, or the URL of an agent"
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help=what)
     parser.add_argument(
         "rows", type=Path, metavar="ROWS.jsonl", help=f"rows as in training; the first {MAX_ROWS} are judged"
     )
@@ -71,24 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made = way_to_prepare(str(options.rows))
             raise ValueError(f"{options.rows}: no such file in {Path.cwd()}; {made or 'correct the path'}")
         path = _module_path(options.function)
-        try:
-            find_fitting(path, REWARD)
-        except ValueError as error:
-            raise ValueError(f"{path}: {_agent_text(path) or error}") from error
+        kind = _kind_of(path)
         data = [
             f"data.train.data_path={json.dumps(str(options.rows))}",
             "data.validation=null",
             f"data.default.env_name={NAME}",
         ]
-        config = load_config(options.config, [*data, f"++env.own.functions.{NAME}={path}", *options.overrides])
+        config = load_config(options.config, [*data, f"++env.{kind}={path}", *options.overrides])
         rows, num_rows, idle = _rows(config)
         named = _tasks(rows, options.replies)
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {barred(error) or error}\n")
-    verdicts = asyncio.run(_judge(named, config))
+    is_function = NAME in config.env.own.functions
+    try:
+        verdicts = asyncio.run(_judge(named, config) if is_function else _run_agent(named, config))
+    except RuntimeError as error:  # its traceback stands above
+        parser.exit(2, f"mrl.reward: {error}\n")
     sys.stdout.flush()
     judged = [(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)]
-    print("\n".join([*_report(judged), *(_doubts(judged, path) if options.replies is None else [])]))
+    print("\n".join([*_report(judged), *(_doubts(judged, path) if options.replies is None and is_function else [])]))
     for line in idle:
         print(line.partition("=")[2])
     if options.replies is None and not any(row.expected_answer for _, row in rows):
@@ -101,17 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(verdict.has_reward for verdict in verdicts) else 1
 
 
-def _agent_text(path: str) -> str:
-    """The way to try an agent; "" for all else."""
-    try:
+def _kind_of(path: str) -> str:
+    """The key below `env` of such a function, agent or address. ValueError: nothing of these fits."""
+    if "://" in path:
+        return f"remote.{NAME}"
+    with suppress(ValueError):
         find_fitting(path, AGENT)
-    except ValueError:
-        return ""
-    name = path.rpartition(":")[2]
-    return (
-        "is an agent, which asks a model; a run of one step tries it in a minute or two: python -m mrl.train "
-        f"grpo_tiny.yaml ++env.own.agents.{name}={path} data.default.env_name={name} grpo.max_num_steps=1"
-    )
+        return f"own.agents.{NAME}"
+    try:
+        find_fitting(path, REWARD)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return f"own.functions.{NAME}"
 
 
 def _module_path(function: str) -> str:
@@ -156,7 +163,9 @@ def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tup
     from mrl.envs.task import Task
 
     texts = (
-        [(row.expected_answer, "") for _, row in rows] if replies is None else [(text,) for text in _replies(replies)]
+        [((row.expected_answer,), ("",)) for _, row in rows]
+        if replies is None
+        else [(one,) for one in _replies(replies)]
     )
     if len(texts) < len(rows):
         raise ValueError(
@@ -164,27 +173,29 @@ def _tasks(rows: Sequence[tuple[str, Prompt]], replies: Path | None) -> list[tup
             f"(the first {MAX_ROWS} are judged)"
         )
     return [
-        (row_id, Task((safe_text(text),), row.expected_answer, row.text, row.row))
+        (row_id, Task(tuple(map(safe_text, turns)), row.expected_answer, row.text, row.row))
         for (row_id, row), own in zip(rows, texts, strict=False)
-        for text in dict.fromkeys(own)
+        for turns in dict.fromkeys(own)
     ]
 
 
-def _replies(file: Path) -> list[str]:
+def _replies(file: Path) -> list[tuple[str, ...]]:
     if not file.exists():
         raise ValueError(f"--replies {file}: no such file in {Path.cwd()}; correct the path")
     lines = file.read_text(encoding="utf-8").splitlines()
     if file.suffix != ".jsonl":
-        return lines
+        return [(line,) for line in lines]
     found = []
     for number, line in enumerate(lines, 1):
         value = json.loads(line)
-        text = value.get("response") if isinstance(value, dict) else value
-        if not isinstance(text, str):
+        said = value.get("response") if isinstance(value, dict) else value
+        turns = said if isinstance(said, list) and said else [said]
+        if not all(isinstance(text, str) for text in turns):
             raise ValueError(
-                f"{file}:{number}: a reply is a text, or an object with a text under response; here it is {line:.80}"
+                f"{file}:{number}: a reply is a text, a list of texts, one for each turn, or an object with one of "
+                f"them under response; here it is {line:.80}"
             )
-        found.append(text)
+        found.append(tuple(turns))
     return found
 
 
@@ -208,6 +219,34 @@ async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[V
         return list(await asyncio.gather(*(job.verdict for job in jobs)))
     finally:
         pool.close()
+
+
+async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[Verdict]:
+    """Runs an agent on one row after the other; prints the first conversations."""
+    from mrl.rollout.environment import set_variables
+
+    set_variables({"VLLM_LOGGING_LEVEL": "ERROR"})  # as it says what it misses of a device that nobody asks for
+    with warnings.catch_warnings(action="ignore"):
+        from mrl.rollout.trial import open_trial
+
+    verdicts = list[Verdict]()
+    async with open_trial(NAME, config) as attempt:
+        for row_id, task in named:
+            trying = asyncio.ensure_future(
+                attempt(Prompt(row_id, (), task.prompt, task.expected, NAME, task.row), task.turns)
+            )
+            while not (await asyncio.wait([trying], timeout=NEWS_S))[0]:
+                limit = f"env.agent_timeout_s={config.env.agent_timeout_s:g} ends each"
+                print(
+                    f"mrl.reward: {len(verdicts)} of {len(named)} rows are done, the agent works at {row_id}; {limit}",
+                    file=sys.stderr,
+                )
+            verdicts.append(await trying)
+            if len(verdicts) == 1:
+                for number, conversation in enumerate(verdicts[0].conversations, 1):
+                    print(f"{row_id}, conversation {number}:")
+                    print("\n".join(f"  {said['role']}: {_cell(said['content'])}" for said in conversation))
+    return verdicts
 
 
 def _cell(text: str) -> str:

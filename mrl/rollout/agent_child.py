@@ -139,6 +139,8 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
     # Made once: that takes longer than a short agent. Several, as httpx looks at all connections of a pool for each
     # request.
     context = ssl.create_default_context()
+    logged = set[str]()
+    """Errors whose traceback has been logged, by type and place."""
     pools = itertools.cycle([Connections(trust_env=False, verify=context) for _ in range(NUM_POOLS)])
 
     async def run(request: Request) -> Response:
@@ -166,10 +168,13 @@ def make_app(agent: AgentFunction, watch: LoopWatch) -> Starlette:
             current = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
                 raise  # by whoever ends the request, and not by what the agent waits for
-            logger.warning("An agent failed", exc_info=error)
+            whole = error
             while isinstance(error, BaseExceptionGroup):  # of asyncio.TaskGroup, and says nothing itself
                 error = error.exceptions[0]
             place, trace = traced(error)
+            if (kind := f"{type(error).__name__}{place}") not in logged:
+                logged.add(kind)
+                logger.warning("An agent failed; further ones alike are not logged here", exc_info=whole)
             return _json({"error": f"{type(error).__name__}: {error}{place}", "trace": trace})
         texts = {"columns": dict(found.columns), "extracted": found.extracted}
         is_masked = MASK_SAMPLE in found.flags

@@ -48,8 +48,6 @@ def waits(response):
 def lengthy(response):
     return len(response)
 
-async def agent(client, row): ...
-
 def misspelt(response, anwser="", level=1, *, bonus=0.5):
     return float(anwser in response) + bonus
 """
@@ -247,9 +245,3 @@ def test_a_row_without_the_answer_that_a_function_takes_is_refused(folder: Path,
     assert (
         "rows.jsonl:1:" in (said := capfd.readouterr().err) and "takes answer, and the row has no such column" in said
     )
-
-
-def test_an_agent_is_sent_to_a_run_of_one_step(folder: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        run(folder, "agent")
-    assert f"{folder.name}_mine:agent: is an agent, which asks a model" in capsys.readouterr().err
