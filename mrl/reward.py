@@ -227,10 +227,11 @@ async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> li
 
     set_variables({"VLLM_LOGGING_LEVEL": "ERROR"})  # as it says what it misses of a device that nobody asks for
     with warnings.catch_warnings(action="ignore"):
+        from mrl.plan.memory import with_limits
         from mrl.rollout.trial import open_trial
 
     verdicts = list[Verdict]()
-    async with open_trial(NAME, config) as attempt:
+    async with open_trial(NAME, with_limits(config, None)) as attempt:
         for row_id, task in named:
             trying = asyncio.ensure_future(
                 attempt(Prompt(row_id, (), task.prompt, task.expected, NAME, task.row), task.turns)

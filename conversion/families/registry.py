@@ -165,10 +165,10 @@ def family(hf_config: HfConfig) -> Family:
             "save the text model alone: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained("
             "NEW_FOLDER, save_original_format=False), and its tokenizer"
         )
-    if model_type in _ONLY_IN_CODE:
+    if (known := _ONLY_IN_CODE.get(str(model_type))) is not None:
         raise ValueError(
-            f"config.json: model_type={model_type!r} is a name for {_ONLY_IN_CODE[model_type]!r} that transformers "
-            f"does not know, and mrl runs no code of a model's folder; write {_ONLY_IN_CODE[model_type]!r}"
+            f"config.json: model_type={model_type!r} is a name for {known!r} that transformers does not know, and mrl "
+            f"runs no code of a model's folder; write {known!r}"
         )
     found = FAMILIES.get(str(model_type)) or installed_family(str(model_type))
     if found is None:

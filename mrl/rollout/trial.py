@@ -16,7 +16,6 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
 
 from mrl.data.chat import tokenizer_of
-from mrl.plan.memory import with_limits
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
 from mrl.rollout.callers import Answered, Params, Prompt
 from mrl.rollout.engine_lines import EngineLines
@@ -63,15 +62,15 @@ class GivenTexts:
         is_cut = params.max_tokens is not None and len(ids) > params.max_tokens
         if is_cut:
             ids = ids[: params.max_tokens]
-            text = self._tokenizer.decode(ids)
+            text = cast(str, self._tokenizer.decode(ids))
         logprobs = [{token: Logprob(0.0)} for token in ids]
         return CompletionOutput(index, text, ids, 0.0, logprobs, finish_reason="length" if is_cut else "stop")
 
 
 @asynccontextmanager
 async def open_trial(name: str, config: RunConfig) -> AsyncIterator[Try]:
-    """Starts agent `name` of the config, and a gateway for it. RuntimeError: the agent cannot be loaded."""
-    handlers = Handlers(with_limits(config, None).policy)
+    """Starts agent `name` of a config `with_limits`, and a gateway for it. RuntimeError: it cannot be loaded."""
+    handlers = Handlers(config.policy)
     engine, lines = GivenTexts(tokenizer_of(config)), EngineLines()
     lines.set([engine])
     length = config.policy.generation.vllm_cfg.max_model_len

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mrl.convert import main as convert
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget
 from mrl.recipes import tokenizer
+from mrl.refit.inputs import Part
 from mrl.store.run_folder import RunFolder
 from mrl.types import Rollout, RolloutRequest
 from tests import models
@@ -124,7 +126,7 @@ def test_refits_move_the_adapters_alone(live: LiveRun):
 
 def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
     before = live.on_engines(adapter_digests)
     for _ in range(2):
@@ -141,7 +143,7 @@ def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
     plain, parity, scores = Parity(), Parity(), {}
     for key, rollout in together[0].items():
         scores[key] = hf_scores(base, rollout.request.context_ids, rollout.token_ids.tolist())
-    tuned = PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    tuned = cast(PreTrainedModel, PeftModel.from_pretrained(base, tmp_path / "peft").eval())
     for key, rollout in together[0].items():
         parity.add(
             rollout.generator_logprobs, hf_scores(tuned, rollout.request.context_ids, rollout.token_ids.tolist())
@@ -170,7 +172,7 @@ def test_a_restarted_engine_gets_weights_and_adapters(live: LiveRun):
     moving, asked = session.refit, []
     run_rounds = moving._run_rounds
 
-    def noted(engines: Sequence[int], part: str):
+    def noted(engines: Sequence[int], part: Part):
         asked.append((part, list(engines)))
         return run_rounds(engines, part)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import cast
@@ -109,7 +109,7 @@ def _serve(connection: Connection) -> None:
             connection.send(error)
 
 
-def fill(layout: Layout, canonical: dict[str, Tensor]) -> dict[Slot, Tensor]:
+def fill(layout: Layout, canonical: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
     """The tensors of a layout, built directly from canonical tensors: what any chain of copies must arrive at."""
     tensors = {}
     for slot, slot_layout in layout.items():

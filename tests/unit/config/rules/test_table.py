@@ -478,9 +478,7 @@ def rows() -> Iterator[tuple[str, str, list[str], str, list[str]]]:
             yield config, model, overrides, start or overrides[-1].lstrip("+"), words
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "overrides", "start", "words"), list(rows()), ids=lambda value: str(value)[:60]
-)
+@pytest.mark.parametrize(("name", "model", "overrides", "start", "words"), list(rows()), ids=lambda it: str(it)[:60])
 def test_a_config_is_told_the_key_the_rule_and_the_way_out(
     workplace: Path, name: str, model: str, overrides: list[str], start: str, words: list[str]
 ):
@@ -491,13 +489,12 @@ def test_a_config_is_told_the_key_the_rule_and_the_way_out(
     if words == ["fine"]:
         assert problems == []
         return
-    wanted = [word for word in words if word != "..."]
+    wanted = {*words} - {"..."}
     told = [
         problem
         for problem in problems
         if (text := text_of(problem)).startswith(start) and all(word in text for word in wanted)
     ]
     assert told, problems
-    assert words[-1] == "..." or all(other.kind == "not checked" for other in problems if other is not told[0]), (
-        problems
-    )
+    others = {other.kind for other in problems if other is not told[0]}
+    assert words[-1] == "..." or others <= {"not checked"}, problems
