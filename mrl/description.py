@@ -172,10 +172,11 @@ def _engines(config: RunConfig, *, has_trainer: bool = True) -> str:
     limits = describe_limits(config, None)
     vllm = generation.vllm_cfg
     precision = _fp8(config) if vllm.is_fp8 else vllm.precision
+    elastic = f", of which {least} must serve" if (least := generation.min_num_engines) is not None else ""
     stages = f" x pipeline {vllm.pipeline_parallel_size}" if vllm.pipeline_parallel_size > 1 else ""
     groups = f" x {vllm.num_groups} groups that share experts" if vllm.num_groups > 1 else ""
     sizes = f"tensor {vllm.tensor_parallel_size}{stages}{groups}"
-    return f"{config.num_engines} of {sizes}{nodes}, {precision}, {where}, {limits}"
+    return f"{config.num_engines} of {sizes}{nodes}, {precision}, {where}{elastic}, {limits}"
 
 
 def _fp8(config: RunConfig) -> str:

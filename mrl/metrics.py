@@ -117,7 +117,7 @@ SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
 
 _UNLIKE = re.compile(
     r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|reward_restarts|"
-    r"num_engine_restarts|kept_groups|buffer_size)$"
+    r"num_engine_restarts|num_engines|kept_groups|buffer_size)$"
 )
 
 

@@ -44,7 +44,9 @@ async def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -
         for index in range(min(NUM_PROMPTS, len(prompts)))
     ]
     asked = requests(config, [*first, long_prompt(config, prompts, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
-    (rollouts,) = await in_worker(engines.apply, sample, asked, deadline_s=config.deadlines.generate_s, only=[0])
+    (rollouts,) = await in_worker(
+        engines.apply, sample, asked, deadline_s=config.deadlines.generate_s, only=engines.serving[:1]
+    )
     async with session.room(is_needed=True):
         logprobs = await in_worker(trainer_logprobs, session.policies, rollouts, config)
     chooses = session.refit.has_experts and not config.policy.router_replay.enabled

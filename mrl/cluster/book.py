@@ -63,6 +63,8 @@ class RequestBook(Generic[Q, A]):
         self.kind = kind
         self.num_restarts = 0
         self.lost: set[int] = set()
+        self.absent: set[int] = set()
+        """Actors that get no requests, as they have left and not joined again."""
         self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
         self._call, self._on_death, self._tasks = call, on_death, tasks
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
@@ -72,12 +74,13 @@ class RequestBook(Generic[Q, A]):
 
     @property
     def num_unfinished(self) -> int:
-        return sum(len(actor.owed) for actor in self._actors)
+        return sum(len(actor.owed) for actor in self._actors) + len(self._new)
 
     @property
     def num_lost(self) -> int:
-        """Requests of the actors that are lost."""
-        return sum(len(self._actors[index].owed) for index in self.lost)
+        """Requests of the actors that are lost, and all others while every actor is absent."""
+        waiting = len(self._new) if len(self.absent) == len(self._actors) else 0
+        return sum(len(self._actors[index].owed) for index in self.lost) + waiting
 
     def called(self) -> list[str]:
         """Names of actors with an unanswered call. Any thread may ask."""
@@ -85,7 +88,8 @@ class RequestBook(Generic[Q, A]):
 
     def unanswered(self) -> list[Q]:
         """The unfinished requests."""
-        return [request for actor in self._actors for request, _ in list(actor.owed.values())]
+        dealt = [request for actor in self._actors for request, _ in list(actor.owed.values())]
+        return [*dealt, *(request for _, request, _, _ in self._new)]
 
     def missing(self, more: str = "") -> str:
         """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
@@ -111,7 +115,32 @@ class RequestBook(Generic[Q, A]):
         """Starts carrying requests to an actor; after a restart it gets all unanswered ones again."""
         actor = self._actors[index]
         actor.unsent = [request for request, _ in actor.owed.values()]
+        if actor.task is not None:
+            actor.task.cancel()
         actor.task = self._tasks.begin(self._serve(index, actor))
+
+    def leave(self, index: int) -> tuple[int, bool]:
+        """Deals a dead actor's requests to the others, or keeps them until one joins.
+
+        Gives their number, and whether another actor may be started, as it has not died too often without an answer.
+        """
+        actor = self._actors[index]
+        if actor.task is not None:
+            actor.task.cancel()
+        actor.num_fruitless += 1
+        self.num_restarts += index not in self.absent
+        self.absent.add(index)
+        owed, actor.owed, actor.unsent = actor.owed, {}, []
+        self._new += [(request_id, request, answer, ()) for request_id, (request, answer) in owed.items()]
+        self._deal()
+        return len(owed), actor.num_fruitless <= self._max_fruitless
+
+    def join(self, index: int) -> None:
+        """Deals requests to an actor that was absent, too."""
+        self.absent.discard(index)
+        self.lost.clear()
+        self.begin(index)
+        self._deal()
 
     def end(self, index: int, log_file: Path) -> int:
         """Stops carrying to a dead actor; its number of unanswered requests. RuntimeError: it dies too often."""
@@ -136,7 +165,9 @@ class RequestBook(Generic[Q, A]):
         self._wake()
 
     def _deal(self) -> None:
-        loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
+        loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors) if index not in self.absent]
+        if not loads:
+            return
         heapify(loads)
         new, self._new = self._new, []
         for request_id, request, answer, among in new:

@@ -199,7 +199,8 @@ def wait_all(
                 missing = [str(key) for key in keys.values()]
                 limit = f"{rounded(deadline_s)} s (the limits are set in section `deadlines`)"
                 told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
-                raise DeadlineExceeded(f"{what}: no answer from {', '.join(missing)} within {limit}{told}")
+                text = f"{what}: no answer from {', '.join(missing)} within {limit}{told}"
+                raise DeadlineExceeded(text, keys.values())
             ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
             for reference in ready:
                 key = keys.pop(reference)
@@ -241,7 +242,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
     if lost := lost_nodes():
         return NoCluster(f"{lost}; {error}")
     message = hangs.who_is_to_blame(error, [str(name) for name in waiting.values()], what=what)
-    return error if message is None else DeadlineExceeded(message)
+    return error if message is None else DeadlineExceeded(message, waiting.values())
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines as Ray actors, driven step by step: the driver's handles on those of rollouts and of judges, gateways' lines.
+"""Engines as Ray actors, driven step by step: the driver's handles on those of rollouts, and gateways' lines.
 
-An engine of rollouts that dies is restarted here; it serves again only after a refit, and then the driver asks its
-unfinished requests again. A judge's, which no refit changes, is started again at once.
+An engine that dies is restarted here; it serves again only after a refit, and then the driver asks its unfinished
+requests again, or others meanwhile.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Never, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
+from conversion.texts import listed
 from mrl import numa, spans
 from mrl.cluster import scheduling
 from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
-from mrl.cluster.calls import answered, ask, start_actor, wait_all
+from mrl.cluster.calls import answered, ask, put, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
-from mrl.cluster.service import ENGINES, LOOK_S, Service, judges_kind
-from mrl.cluster.tasks import BackgroundTasks, in_worker
+from mrl.cluster.service import ENGINES, LOOK_S, Service
+from mrl.cluster.tasks import BackgroundTasks, Silence, in_worker
 from mrl.cluster.verbs import EngineVerbs
-from mrl.config.judge_runs import judge_run
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
+from mrl.config.texts import rounded
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
@@ -58,8 +60,6 @@ CALLERS = "callers"
 CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 3
 # The engine answers so often, as a sign of life.
 LISTEN_S = 1.0
-JUDGE_VERSION = 0
-"""Weight version of a judge: that of its folder."""
 
 
 Polled = tuple[list[RolloutInfo], float]
@@ -194,8 +194,18 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         self.are_colocated = config.policy.generation.colocated.enabled
         self.busy_s = 0.0
         """Seconds in which engines had a rollout to work on, added up over the engines."""
+        at_least = config.policy.generation.min_num_engines
+        self.is_elastic = at_least is not None
+        """True when engines may leave and join, as long as `min_num_engines` serve."""
+        self.min_num_engines = at_least or len(placement.engines)
+        # Longer than a refit, in which an engine does not answer looks.
+        look_s = LOOK_S + max(config.deadlines.generate_s, config.deadlines.refit_s) if self.is_elastic else None
+        self.silence_s = 2 * look_s if look_s is not None else 0.0
+        """Time after which an engine that hangs has left."""
         ahead = config.rollouts.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
+        if self.is_elastic:  # with its node an engine loses the next one, too, until Ray knows
+            max_restarts = max(max_restarts, MAX_FRUITLESS_RESTARTS)
         super().__init__(
             ENGINES,
             len(placement.engines),
@@ -203,22 +213,109 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
             log_folder=log_folder,
             deadline_s=config.deadlines.refit_s,
             start_s=start_deadline(config).seconds,
+            look_s=look_s,
             max_restarts=max_restarts,
+            on_death=self.leave if self.is_elastic else None,
         )
+
+        self.book.absent |= placement.absent_engines
+        if placement.absent_engines:
+            absent = listed([str(self.name(index)) for index in sorted(placement.absent_engines)])
+            logger.warning("No node has room for %s now: a refit takes it in once it is up", absent)
 
     @property
     def num_engines(self) -> int:
         return len(self.handles)
 
+    @property
+    def serving(self) -> list[int]:
+        """Engines that have not left."""
+        return [index for index in range(self.num_engines) if index not in self.book.absent]
+
+    @property
+    def joining(self) -> list[int]:
+        """Engines that have left, and are up again."""
+        return [index for index in sorted(self.book.absent) if index in self._starts and is_over(self._starts[index])]
+
+    def leave(self, index: int, lost: ActorLost) -> None:
+        """Gives a dead engine's requests to others; another one starts as soon as Ray has its place, and may join."""
+        num_serving = len(self.serving)
+        num_requests, tries_again = self.book.leave(index)
+        told = f"{len(self.serving)} of {self.num_engines} engines go on"
+        told += f", also with its requests ({num_requests})" if len(self.serving) < num_serving else ""
+        ray.kill(self._newest[index])
+        if tries_again:
+            logger.warning("%s; %s. It joins at a refit once it is up again", lost, told)
+            self._start(index)
+            self._watch_soon(index)
+        else:
+            del self._starts[index]
+            logger.error(
+                "%s, again without a rollout before: it stays away; %s; see %s", lost, told, self.log_file(index)
+            )
+        if len(self.serving) < self.min_num_engines:
+            self.book.lost.add(index)
+        self.tasks.tell(self.service.wait)
+
+    def take_in(self) -> list[int]:
+        """Lets calls reach the engines that are up again; their indices. They get requests once they `join`."""
+        joining = self.joining
+        for index in joining:
+            self.handles[index] = self._newest[index]
+        return joining
+
+    def has_left(self, index: int) -> bool:
+        """Tells whether calls still go to an engine for which another one has been started."""
+        return self.handles[index] is not self._newest[index]
+
+    async def wait_for_enough(self) -> None:
+        """Waits until `min_num_engines` serve, or are up again. RuntimeError: not within the deadline of a start."""
+
+        def number() -> int:
+            return len(self.serving) + len(self.joining)
+
+        if number() >= self.min_num_engines:
+            return
+        rule = f"fewer engines serve than policy.generation.min_num_engines={self.min_num_engines}"
+        limit = f"{rounded(self.start_s)} s (deadlines.start_s)"
+        absent = listed([str(self.name(index)) for index in sorted(self.book.absent)])
+        logger.warning("%s: the run waits up to %s for %s", rule, limit, absent)
+        try:
+            await self.tasks.wait(
+                lambda: number() >= self.min_num_engines, what="engines", who=lambda: [], limit_s=self.start_s
+            )
+        except Silence:
+            raise RuntimeError(
+                f"{rule}, and none of {absent} has come up within {limit}: bring nodes for them, or lower the minimum"
+            ) from None
+
+    def join(self, index: int) -> None:
+        """Gives requests to an engine that has been refitted, unless it has died again."""
+        if self.has_left(index):
+            return
+        self.book.join(index)
+        logger.info("%s has joined: %d of %d engines serve", self.name(index), len(self.serving), self.num_engines)
+
     async def _carry(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         polled: Polled
         polled, payload = await self._answer(self.handles[index].poll, index, requests, POLL_BUDGET_S)
         finished, busy_s = polled
+        if finished and self.is_elastic:
+            # Its node, where Ray keeps this, may be lost before a step trains on it.
+            payload = put(await self._kept(index, payload))
         self.busy_s += busy_s
         return {
             info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
             for place, info in enumerate(finished)
         }
+
+    async def _kept(self, index: int, payload: ray.ObjectRef[Packed]) -> Packed:
+        try:
+            return await answered(payload, actor=self.name(index), what=self.service.wait)
+        except ActorLost:
+            raise
+        except RuntimeError as error:
+            raise ActorLost(self.name(index), self.service.wait, str(error)) from error
 
     async def unfinished(self) -> list[Rollout]:
         """Rollouts under way in engines that live, as far as they are sampled; see `Engine.unfinished`."""
@@ -230,7 +327,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
             except ActorLost:  # whoever waits for its rollouts notices, too
                 return []
 
-        indices = (index for index in range(self.num_engines) if index not in self.book.lost)
+        indices = (index for index in self.serving if index not in self.book.lost)
         return [rollout for found in await asyncio.gather(*map(of, indices)) for rollout in found]
 
     @contextmanager
@@ -257,6 +354,17 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         return start_engine(self.config, self.placement, slots, self.log_file(index), num_gateways=num_gateways)
 
 
+def is_over(call: ray.ObjectRef) -> bool:
+    """Tells whether a call has ended well."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call, timeout=LISTEN_S)
+    except RayError:
+        return False
+    return True
+
+
 def start_engine(
     config: RunConfig,
     placement: Placement,
@@ -279,40 +387,6 @@ def start_engine(
     options = {**first.options, "concurrency_groups": {CALLERS: CALLERS_PER_GATEWAY * num_gateways + OTHER_CALLERS}}
     actor = start_actor(EngineActor, options, first.log_file, hidden)
     return actor, ask(actor, EngineActor.build, config, first.device_ids, further, version)
-
-
-class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
-    """The engines of one judge, which gateways ask."""
-
-    def __init__(
-        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
-    ) -> None:
-        self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
-        self._num_gateways = scheduling.num_gateways(config)
-        super().__init__(
-            judges_kind(name),
-            len(self._slots),
-            tasks=tasks,
-            log_folder=log_folder,
-            deadline_s=config.deadlines.refit_s,
-            start_s=start_deadline(self.config).seconds,
-            # An engine answers a look after `LOOK_S`.
-            look_s=LOOK_S + config.deadlines.generate_s,
-        )
-
-    async def _carry(self, index: int, requests: list[Never]) -> Mapping[str, Never]:
-        raise AssertionError("gateways ask judges")
-
-    def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
-        place = self._placement, self._slots[index], self.log_file(index)
-        return start_engine(self.config, *place, num_gateways=self._num_gateways, version=JUDGE_VERSION)
-
-
-def start_judges(
-    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
-) -> Mapping[str, JudgeGroup]:
-    """Starts the engines of all judges; does not wait for them."""
-    return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}
 
 
 class EngineLine:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mrl.shortage import WAY_OUT, is_shortage
@@ -26,6 +27,11 @@ class NoCluster(RuntimeError):
 
 class DeadlineExceeded(RuntimeError):
     """A wait ran past its deadline; the message names what the driver waited for and who did not answer."""
+
+    def __init__(self, message: str, silent: Collection[object] = ()) -> None:
+        """`silent` are the caller's names of those."""
+        super().__init__(message)
+        self.silent = tuple(silent)
 
 
 @dataclass(frozen=True)

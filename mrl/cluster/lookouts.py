@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import ask, start_actor
@@ -92,8 +92,12 @@ class Lookouts:
             now = time.monotonic()
             for reference in ready:
                 name = pending.pop(reference)
-                if readings := _answer(lambda: ray.get(reference, timeout=ANSWER_TIMEOUT_S)):  # noqa: B023
-                    self._readings[name], heard[name] = readings, now
+                try:
+                    self._readings[name], heard[name] = ray.get(reference, timeout=ANSWER_TIMEOUT_S), now
+                except RayActorError:  # its node is lost, as Ray has found out, and who needs that hears of it
+                    self._readings[name] = []
+                except RayError:
+                    continue
             for name, since in heard.items():
                 if self._readings[name] and now - since > ANSWER_TIMEOUT_S + 2 * self._interval_s:
                     self._readings[name] = [ProcessReading(name, 0, name, SILENT, 0.0, 0)]

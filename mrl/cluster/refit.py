@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import until_no_engine_dies
+from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.tasks import in_worker
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.held_adapters import held_adapters
@@ -119,6 +120,8 @@ class Refitter:
             logger.info("Refit schedule of the adapters alone: %s", schedule.summary)
             self.moves["adapters"] = _Move(schedule, inputs.signed(schedule))
         self._num_groups = 0
+        self._present = engines.serving
+        """Engines of the last attempt."""
         for move in self.moves.values():
             self._meet(move)
         self._point_at_sources([index for index in self.slots if index not in self.dedicated])
@@ -130,7 +133,7 @@ class Refitter:
         tables are wrong.
         """
         self.weight_version += 1
-        report = await self._refit(range(self.engines.num_engines), witness={})
+        report = await self._refit(self.engines.serving, witness={})
         # A checkpoint's weights may come next.
         self._held.clear()
         logger.info(
@@ -141,11 +144,14 @@ class Refitter:
     async def run(self) -> RefitReport:
         """Refits all engines to the new weights. RuntimeError: names the first wrong bytes by slot, box and ranks."""
         self.weight_version += 1
-        return await self._refit(range(self.engines.num_engines))
+        return await self._refit(self.engines.serving)
 
     async def restart_engine(self, index: int) -> None:
-        """Restarts a dead engine, gives it the current weights and version, and asks its unfinished requests again."""
-        await self._refit([], died=index)
+        """Restarts a dead engine, gives it the current weights and version, and asks its unfinished requests again.
+
+        Where engines come and go, those that are up again get them.
+        """
+        await self._refit([], died=None if self.engines.is_elastic else index)
 
     def prepare_again(self, index: int) -> None:
         """Prepares a restarted engine. A dedicated one was part of the exchange group, which fails without it."""
@@ -168,24 +174,55 @@ class Refitter:
     ) -> RefitReport:
         """Refits `engines`, and those that die meanwhile: dedicated ones take part in exchanges of others' refits."""
 
+        joining = list[int]()
+
         async def attempt(restarted: set[int]) -> RefitReport:
-            with self.engines.held():
-                return await in_worker(self._attempt, sorted({*engines, *restarted}), witness)
+            nonlocal joining
+            await self.engines.wait_for_enough()
+            joining = self.engines.take_in()
+            present = sorted({*self.engines.serving, *joining})
+            if present != self._present or joining:
+                self._present = present
+                self._held &= {*present} - {*joining}
+                for move in self.moves.values():
+                    move.address = None
+            with self.engines.held(), self._without_silent():
+                readers = {*engines, *restarted, *joining} & {*present}
+                return await in_worker(self._attempt, sorted(readers), witness)
 
         async def restart(index: int) -> None:
+            self._held.discard(index)
+            if witness is not None:
+                witness.pop(index, None)
+            if self.engines.is_elastic:
+                if not self.engines.has_left(index):  # its watch may have noticed first
+                    self.engines.leave(index, ActorLost(self.engines.name(index), "refit", "its process has ended"))
+                return
             # vLLM starts only where gpu_memory_utilization of a GPU is free. The policy holds weights alone there by
             # now: the driver misses an engine while it collects rollouts, or in an attempt, behind the policy's entry
             # into the refit.
-            if witness is not None:
-                witness.pop(index, None)
-            self._held.discard(index)
             await self.engines.restart(index)
             await in_worker(self.prepare_again, index)
 
         report, restarted = await until_no_engine_dies(attempt, restart, died=died)
-        for index in restarted:
+        for index in joining:
+            self.engines.join(index)
+        for index in restarted if not self.engines.is_elastic else ():
             self.engines.book.begin(index)
         return report
+
+    @contextmanager
+    def _without_silent(self) -> Iterator[None]:
+        """Takes engines that may leave, and alone give no answer in time inside the `with` block, for lost."""
+        try:
+            yield
+        except DeadlineExceeded as late:
+            names = [name for name in late.silent if isinstance(name, ActorName) and name.kind == ENGINE]
+            if not self.engines.is_elastic or not names or len(names) < len(late.silent):
+                raise
+            for name in (name for name in names if not self.engines.has_left(name.index)):
+                self.engines.leave(name.index, ActorLost(name, "refit", "it gives no answer"))
+            raise ActorLost(names[0], "refit", str(late)) from late
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:
         start = time.monotonic()
@@ -193,7 +230,7 @@ class Refitter:
             if move.address is None:
                 self._meet(move)
         if witness is not None:
-            unknown = [index for index in range(self.engines.num_engines) if index not in witness]
+            unknown = [index for index in self._present if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
         lacking = [index for index in engines if index not in self._held]
         reports, changed = self._run_rounds(lacking, "weights") if lacking else [], set[Slot]()
@@ -201,7 +238,7 @@ class Refitter:
         if witness is not None:
             tensors = stored_tensors(self.model)  # also those that are left out, in any dtype
             stored = {name: DTYPES.get(tensor.dtype, tensor.dtype) for name, (_, tensor) in tensors.items()}
-            for index, workers in self.engines.call(EngineVerbs.live_digest).items():
+            for index, workers in self.engines.call(EngineVerbs.live_digest, only=self._present).items():
                 for before, after in zip(witness[index], workers, strict=True):
                     if before != after:
                         changed |= set(check_unchanged(before, after, self.inputs.rounded(stored)))
@@ -235,7 +272,10 @@ class Refitter:
         )
         copying = self.engines.start(
             EngineVerbs.refit,
-            {index: (self.attempt, index in engines, limit_s, part) for index in sorted({*engines, *self.dedicated})},
+            {
+                index: (self.attempt, index in engines, limit_s, part)
+                for index in sorted({*engines, *self._dedicated()})
+            },
         )
         pending: dict[ActorName, ray.ObjectRef] = {**sending, **copying}
         kill_point("refit")
@@ -251,7 +291,8 @@ class Refitter:
             silent = unanswered(pending, within_s=LEAVE_S if is_death else 0.0)
             if is_death or not silent:
                 raise
-            raise DeadlineExceeded(f"{error}; {', '.join(map(str, silent))} gave no answer at all") from error
+            text = f"{error}; {', '.join(map(str, silent))} gave no answer at all"
+            raise DeadlineExceeded(text, silent) from error
         return [report for name in copying for report in answers[name]]
 
     def _give_up(self, move: _Move) -> None:
@@ -266,14 +307,14 @@ class Refitter:
 
     def _meet(self, move: _Move) -> None:
         """Makes the exchange group of all participants. Ranks keep the memory that they have."""
-        num_ranks = len(move.schedule.source_class)
-        num_members = sum(len(self.slots[index]) for index in self.dedicated)
+        num_ranks, dedicated = len(move.schedule.source_class), self._dedicated()
+        participants = *range(num_ranks), *(slot for index in dedicated for slot in self.slots[index])
         # The store remembers the addresses of an earlier group under its name.
         self._num_groups += 1
-        address = GroupAddress(*self.policies.master, name=f"exchange {self._num_groups}", size=num_ranks + num_members)
+        address = GroupAddress(*self.policies.master, name=f"exchange {self._num_groups}", members=participants)
         member = ExchangeMember(address, self.deadline_s)
         members = {
-            index: ([WorkerRefit(move.inputs, slot, member) for slot in self.slots[index]],) for index in self.dedicated
+            index: ([WorkerRefit(move.inputs, slot, member) for slot in self.slots[index]],) for index in dedicated
         }
         meeting = self.policies.start(
             PolicyVerbs.prepare_refit, dict.fromkeys(range(num_ranks), (move.inputs, address))
@@ -282,6 +323,10 @@ class Refitter:
         answers = wait_all(pending, deadline_s=self.deadline_s, what="prepare_refit")
         move.handles = {name.index: answers[name] for name in meeting}
         move.address = address
+
+    def _dedicated(self) -> list[int]:
+        """The dedicated engines that take part."""
+        return [index for index in self.dedicated if index in self._present]
 
     def _point_at_sources(self, engines: Sequence[int]) -> None:
         for part in self.moves:
@@ -301,7 +346,9 @@ def refit_inputs(
     """The inputs of the schedule from all policy ranks to all engine workers. A worker has the number of its slot."""
     start_s = start_deadline(config).seconds
     places = policies.call(PolicyVerbs.layout_arguments, deadline_s=start_s)
-    live = engines.call(EngineVerbs.tensor_dtypes, part, deadline_s=start_s)
+    live = engines.call(EngineVerbs.tensor_dtypes, part, deadline_s=start_s, only=engines.serving)
+    # Engines that are not there yet will be as the others; each proves it when it prepares.
+    live = dict.fromkeys(range(engines.num_engines), next(iter(live.values()))) | live
     # Equal lists of dtypes become one object: they come from every worker, and go to every participant.
     known: dict[EngineDtypes, EngineDtypes] = {}
     workers = {

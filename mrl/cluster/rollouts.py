@@ -70,6 +70,7 @@ class RolloutCollector:
         self.gateways = gateways
         # An agent may do without the model for as long as its deadline allows.
         self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateways is not None else 0.0)
+        self.deadline_s = max(self.deadline_s, engines.silence_s)
         self.restart_engine = restart_engine
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self.on_whole: Callable[[RolloutGroup], None] = lambda group: None
@@ -170,7 +171,7 @@ class RolloutCollector:
         def is_drained() -> bool:
             book, num_agents = self.engines.book, self.gateways.book.num_unfinished if self.gateways is not None else 0
             # Agents wait for an engine to come back, if all are lost.
-            has_engine = len(book.lost) < self.engines.num_engines
+            has_engine = len(book.lost | book.absent) < self.engines.num_engines
             return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
 
         await self._wait(is_drained)
@@ -186,7 +187,7 @@ class RolloutCollector:
     def take_busy_s(self) -> float:
         """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
         before, self._busy_s = self._busy_s, self.engines.busy_s
-        return (self._busy_s - before) / self.engines.num_engines
+        return (self._busy_s - before) / max(1, len(self.engines.serving))
 
     async def _rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Samples a turn and has it judged; then the next one, or the rollout ends."""

@@ -37,6 +37,7 @@ from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, r
 from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.members import Member, heads, members, warn_of_public
 from mrl.cluster.scheduling import (
+    elastic_slots,
     engine_slots,
     find_shared_node,
     find_uneven_engine,
@@ -81,6 +82,10 @@ RAY_LIMITS = {
 """Time that Ray gives its own processes to start, and the other processes after the death of its head, in which a run
 saves. Its defaults, of 15 to 60 s, are too short for a busy host."""
 MAX_REASON = 300
+PLACE_S = 10.0
+"""Ray places what fits in less."""
+ABSENT = "absent"
+"""Host of a slot for which there is no node yet."""
 
 
 @contextmanager
@@ -316,7 +321,7 @@ def placed_slots(config: RunConfig, log_folder: Path | None = None, *, trains: b
 
 
 class Placement:
-    """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
+    """The Ray placement groups of a run, one bundle per slot, and the options that put an actor on a slot."""
 
     def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
         """Reserves slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an uneven engine."""
@@ -332,24 +337,27 @@ class Placement:
             # The launcher has given each of its nodes its number of slots; by CPUs alone, Ray would put all of them on
             # one node.
             bundle[SLOT_RESOURCE] = 1.0
-        self._group: PlacementGroup = placement_group([bundle] * self.num_slots, strategy="PACK")
-        if not self._group.wait(timeout_s):
-            raise RuntimeError(
-                f"{self.num_slots} slots could not be placed within {rounded(timeout_s)} s; the cluster has "
-                f"{ray.cluster_resources()}; check cluster.num_nodes and cluster.gpus_per_node"
-            )
-        names: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        nodes = {
-            name: node for node, name in enumerate(dict.fromkeys(names[bundle] for bundle in range(self.num_slots)))
-        }
-        # Slots are numbered node by node, whichever order Ray has filled the nodes in.
-        self._bundles = sorted(range(self.num_slots), key=lambda bundle: nodes[names[bundle]])
-        self.node_of: dict[int, int] = {slot: nodes[names[bundle]] for slot, bundle in enumerate(self._bundles)}
-        self.first_slots = [
-            slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]
-        ]
+        elastic = elastic_slots(config)
+        num_fixed = self.num_slots - sum(map(len, elastic))
+        self._places = dict[int, tuple[PlacementGroup, int]]()
+        """Placement group and bundle of each slot. Ray finds another node for a group whose node is lost."""
+        self.absent_engines: set[int] = set()
+        """Engines without a place at the start."""
+        names = self._place(self._reserve(range(num_fixed), bundle, "PACK"), timeout_s)
+        if names is None:
+            raise RuntimeError(self._unplaced(timeout_s))
+        fixed_nodes = {*names.values()}
+        names |= self._place_elastic(
+            [self._reserve(slots, bundle, "STRICT_PACK") for slots in elastic], config, timeout_s
+        )
+        if elastic:
+            forget_nodes({*names.values()} - fixed_nodes)
+        nodes = {name: node for node, name in enumerate(dict.fromkeys(names.values()))}
+        self.node_of: dict[int, int] = {slot: nodes[name] for slot, name in names.items()}
+        self.first_slots = [slot for slot in range(num_fixed) if slot == 0 or names[slot] != names[slot - 1]]
+        """First slot of each node, without those that may be lost."""
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
-        self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
+        self._hosts = [hosts.get(name, ABSENT) for name in names.values()]
         engines = [engine for group in (self.engines, *self.judges.values()) for engine in group]
         if (engine := find_uneven_engine(self.node_of, engines)) is not None:
             raise RuntimeError(
@@ -370,6 +378,50 @@ class Placement:
                 node: task.options(num_cpus=0, scheduling_strategy=self._on(slot)).remote() for node, slot in slots
             }
             self._num_cores = wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
+
+    def _reserve(self, slots: range, bundle: dict[str, float], strategy: str) -> tuple[range, PlacementGroup]:
+        """Asks Ray for a bundle for each of these slots."""
+        group = placement_group([bundle] * len(slots), strategy=strategy)
+        self._places |= {slot: (group, place) for place, slot in enumerate(slots)}
+        return slots, group
+
+    def _place(self, reserved: tuple[range, PlacementGroup], timeout_s: float) -> dict[int, str] | None:
+        """The node of each of these slots, node by node; None: they do not fit within `timeout_s`."""
+        slots, group = reserved
+        if not group.wait(timeout_s):
+            return None
+        names: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        first = list(dict.fromkeys(names[place] for place in range(len(slots))))
+        # Slots are numbered node by node, whichever order Ray has filled the nodes in.
+        places = sorted(range(len(slots)), key=lambda place: first.index(names[place]))
+        self._places |= {slot: (group, place) for slot, place in zip(slots, places, strict=True)}
+        return {slot: names[place] for slot, place in zip(slots, places, strict=True)}
+
+    def _place_elastic(
+        self, reserved: Sequence[tuple[range, PlacementGroup]], config: RunConfig, timeout_s: float
+    ) -> dict[int, str]:
+        """The node of each slot of engines that come and go, once the fewest are placed; of others `ABSENT` and N."""
+        generation, end = config.policy.generation, time.monotonic() + timeout_s
+        least, found, waiting = generation.min_num_engines or 0, dict[int, str](), list(reserved)
+        while waiting and time.monotonic() < end:
+            is_enough = len(found) // generation.num_workers >= least
+            end = min(end, time.monotonic() + PLACE_S) if is_enough else end
+            # Ray serves them in any order.
+            for one in list(waiting):
+                if placed := self._place(one, POLL_S):
+                    found |= placed
+                    waiting.remove(one)
+        if len(found) // generation.num_workers < least:
+            raise RuntimeError(self._unplaced(timeout_s))
+        absent = {slot: f"{ABSENT} {number}" for number, (slots, _) in enumerate(waiting) for slot in slots}
+        self.absent_engines = {engine.engine_index for engine in self.engines if engine.slots[0] in absent}
+        return dict(sorted((found | absent).items()))
+
+    def _unplaced(self, timeout_s: float) -> str:
+        return (
+            f"{self.num_slots} slots could not be placed within {rounded(timeout_s)} s; the cluster has "
+            f"{ray.cluster_resources()}; check cluster.num_nodes and cluster.gpus_per_node"
+        )
 
     @property
     def num_dedicated_slots(self) -> int:
@@ -421,4 +473,13 @@ class Placement:
         return slot_table(self._hosts, self.num_policy_ranks, self.engines, self.own_slots)
 
     def _on(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[slot])
+        group, place = self._places[slot]
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+
+
+def forget_nodes(names: set[str]) -> None:
+    """Lets nodes, by their ids, be lost: they are no `members` of the run."""
+    ports = {
+        (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if str(node["NodeID"]) in names
+    }
+    members[:] = [member for member in members if (member.address, member.port) not in ports]

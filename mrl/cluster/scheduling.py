@@ -54,6 +54,19 @@ def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
     return tuple(EngineSlots(index, tuple(range(start, start + num_workers))) for index, start in enumerate(starts))
 
 
+def elastic_slots(config: RunConfig) -> list[range]:
+    """The slots of dedicated engines that come and go, the last ones: of each whole node, or of each engine on others.
+
+    Engines of one node stay together, as each has GPUs of its own there.
+    """
+    if config.policy.generation.min_num_engines is None:
+        return []
+    is_whole = config.cluster.gpus_per_node > 0 and config.cluster.num_nodes > 1
+    size = config.cluster.gpus_per_node if is_whole else config.policy.generation.num_workers
+    first = config.num_slots - config.num_dedicated_slots
+    return [range(start, start + size) for start in range(first, config.num_slots, size)]
+
+
 def num_gateways(config: RunConfig) -> int:
     """Gateways of a run: one for each node, as far as there are engines, and one for so many rollouts of agents.
 

@@ -82,15 +82,19 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         start_s: float,
         look_s: float | None = None,
         max_restarts: int = MAX_FRUITLESS_RESTARTS,
+        on_death: Callable[[int, ActorLost], None] | None = None,
     ) -> None:
         """Starts the actors. A call may take `deadline_s`, a start `start_s`; for `max_restarts` see `RequestBook`.
 
         An actor that gives no sign of life for `look_s` hangs, and is started again; None: who asks it notices.
+        `on_death(index, lost)`, in the event loop, is called in place of what the kind of service does, after a failed
+        start, too.
         """
         super().__init__(service.name, deadline_s=deadline_s)
         self.service, self.tasks, self.log_folder = service, tasks, log_folder
         self.start_s, self._look_s = start_s, look_s
-        self._on_death = self._lose if service.waits_for_refit else self._restart
+        self._may_go = on_death is not None
+        self._on_death = on_death or (self._lose if service.waits_for_refit else self._restart)
         self.book = RequestBook[Q, A](
             service.name,
             num_actors,
@@ -103,6 +107,8 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         self.on_up: Callable[[], None] = lambda: None
         """Called in the event loop whenever an actor is up, after a restart, too."""
         self._starts: dict[int, ray.ObjectRef[R]] = {}
+        self._newest: dict[int, ActorHandle[Any]] = {}
+        """The actor that was started last: it may wait for its place while `handles` still has the dead one."""
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
             self.book.begin(index)
@@ -122,8 +128,9 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         return await answered(answer, actor=self.name(index), what=self.service.wait), items
 
     def wait_until_up(self) -> dict[int, R]:
-        """Waits until all actors are up; their answers to the start, by index."""
-        pending = {self.name(index): start for index, start in self._starts.items()}
+        """Waits until all actors are up that are not absent; their answers to the start, by index."""
+        absent = self.book.absent
+        pending = {self.name(index): start for index, start in self._starts.items() if index not in absent}
         return self.wait(pending, deadline_s=self.start_s, what="start")
 
     async def up(self, index: int) -> None:
@@ -143,8 +150,8 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         self._watch_soon(index, self.start_s)
 
     def _start(self, index: int) -> ActorHandle[Any]:
-        handle, self._starts[index] = self._launch(index)
-        return handle
+        self._newest[index], self._starts[index] = self._launch(index)
+        return self._newest[index]
 
     def _lose(self, index: int, lost: ActorLost) -> None:
         if index in self.book.lost or lost.what == "start":  # the owner waits for starts
@@ -159,18 +166,23 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
         self.book.begin(index)
 
     def _watch_soon(self, index: int, start_s: float | None = None) -> None:
-        self.tasks.begin(self._watch(index, self.handles[index], start_s))
+        self.tasks.begin(self._watch(index, self._newest[index], start_s))
 
     async def _watch(self, index: int, handle: ActorHandle[Any], start_s: float | None) -> None:
         """Notices that an actor dies or hangs which nobody asks. Limits its start to `start_s`."""
         try:
-            await self._sign(index, self._starts[index], "start", start_s)
+            try:
+                await self._sign(index, self._starts[index], "start", start_s)
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, ActorLost) or not self._may_go:
+                    raise
+                raise ActorLost(self.name(index), "start", str(error)) from error
             self.on_up()
             while True:
                 if await self._sign(index, handle.look.remote(), "work", self._look_s):
                     self.book.note_answer(index)
         except ActorLost as lost:
-            if handle is self.handles[index]:
+            if handle is self._newest[index]:
                 self._on_death(index, lost)
 
     async def _sign(self, index: int, reference: ray.ObjectRef[T], what: str, limit_s: float | None) -> T:

@@ -18,8 +18,9 @@ from typing import ParamSpec, TypeVar
 
 from conversion.files.durable import remove_file
 from mrl import startup
-from mrl.cluster.engines import EngineGroup, start_judges
+from mrl.cluster.engines import EngineGroup
 from mrl.cluster.gateway import start_gateways
+from mrl.cluster.judges import start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
@@ -28,6 +29,7 @@ from mrl.cluster.runtime import Placement, placed_slots
 from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.tasks import BackgroundTasks, in_worker, started_tasks
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
+from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 from mrl.phases import PHASES, REFERENCE, ModelName, Phase, role_of
@@ -245,6 +247,8 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 @asynccontextmanager
 async def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> AsyncIterator[RolloutCollector]:
     """Engines and rewards alone, in the block; engines sample from the model's weights as `weight_version`."""
+    # No refit brings weights to one that comes back.
+    config = with_value(config, "policy.generation.min_num_engines", None)
     async with placed_tasks(config, log_folder, trains=False) as (placement, tasks):
         rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
         judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
@@ -324,7 +328,10 @@ def _start_models(
     startup.lap("engines")
     logger.info(
         "Number of actors online: %d/%d",
-        policies.world_size + config.num_own_slots + placement.num_dedicated_slots,
+        policies.world_size
+        + config.num_own_slots
+        + placement.num_dedicated_slots
+        - len(placement.absent_engines) * config.policy.generation.num_workers,
         placement.num_slots,
     )
     refit = Refitter(config, placement, policies, engines)

@@ -95,11 +95,16 @@ class RolloutSupplier:
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
         if self.config.data.difficulty_pools:
             step.rewards = supplied.rewards
-        restarts = self.session.engines.book.num_restarts
+        engines = self.session.engines
         step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
         step.metrics |= rollout_metrics(
-            supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts
+            supplied.sampled,
+            self.config.rollouts,
+            seconds=supplied.seconds,
+            num_engine_restarts=engines.book.num_restarts,
         )
+        if engines.is_elastic:
+            step.metrics["rollout/num_engines"] = float(len(engines.serving))
         if self.config.env.has_agents:
             # Dynamic sampling has left out those that it looked at.
             agents = self._compared_agents(supplied.sampled)

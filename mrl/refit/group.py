@@ -49,7 +49,8 @@ class GroupAddress:
     port: int
     """0 of a file."""
     name: str
-    size: int
+    members: tuple[int, ...]
+    """Numbers of the participants in the schedule, which skips others: engines that are away."""
 
     def store(self, *, timeout_s: float) -> dist.Store:
         """Connects to the group's part of the store. RuntimeError: the store does not answer in time."""
@@ -86,10 +87,11 @@ class ExchangeGroup:
     """One participant's end of the group."""
 
     def __init__(self, address: GroupAddress, rank: int, *, device: torch.device, timeout_s: float) -> None:
-        """Joins as `rank` of `address.size`, within `timeout_s`. Collective: returns when all have joined."""
+        """Joins as member `rank` of `address`, within `timeout_s`. Collective: returns when all have joined."""
         self.rank = rank
         self.device = device
-        self._size = address.size
+        self._place_of = {member: place for place, member in enumerate(address.members)}
+        size, place = len(address.members), self._place_of[rank]
         self._is_closed = False
         # Keeps the buffer alive until its receive ends.
         self._never = torch.zeros(1)
@@ -99,15 +101,15 @@ class ExchangeGroup:
             self._store = store = address.store(timeout_s=timeout_s)
             # NCCL would wait for ever for a missing participant.
             store.set(f"joined/{rank}", "")
-            store.wait([f"joined/{peer}" for peer in range(address.size)], limit)
+            store.wait([f"joined/{peer}" for peer in address.members], limit)
             # A single participant sends nothing and needs none of NCCL's memory.
-            device = device if address.size > 1 else torch.device("cpu")
-            self._group = _process_group(store, rank, address.size, device, limit)
+            device = device if size > 1 else torch.device("cpu")
+            self._group = _process_group(store, place, size, device, limit)
             # NCCL connects at the first call, in which all must take part; in most rounds some have no messages.
             self._wait(self._group.allreduce([torch.zeros(1, device=device)]), deadline)
         except RuntimeError as error:
             raise RefitError(
-                f"refit exchange: participant {rank} of {address.size} could not join {address.name!r} at "
+                f"refit exchange: participant {rank} of {size} could not join {address.name!r} at "
                 f"{address.host}:{address.port} within {rounded(timeout_s)} s: {error}"
             ) from error
 
@@ -142,7 +144,10 @@ class ExchangeGroup:
         meanwhile: Callable[[], None],
         deadline: float,
     ) -> None:
-        """Sends and receives all messages of one round, `what`. Two participants list theirs in the same order."""
+        """Sends and receives all messages of one round, `what`. Two participants list theirs in the same order.
+
+        One for an absent peer is packed and not sent: later messages use the checksums that packing takes.
+        """
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
         works = post(outgoing, incoming, faults)
@@ -165,12 +170,11 @@ class ExchangeGroup:
         if self.device.type == "cuda":
             # Nothing else ends kernels that wait for a dead peer.
             self._group.abort()
-        elif self._size > 1:
+        elif len(self._place_of) > 1:
             # Gloo has no abort; but a timed-out receive breaks all its connections, which ends the peers' waits.
             with suppress(RuntimeError):
-                self._group.recv([self._never], (self.rank + 1) % self._size, _NEVER_SENT).wait(
-                    timedelta(milliseconds=1)
-                )
+                following = (self._place_of[self.rank] + 1) % len(self._place_of)
+                self._group.recv([self._never], following, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]
@@ -178,11 +182,12 @@ class ExchangeGroup:
         works = []
         for message in incoming:
             with _kept(faults):
-                works.append(self._group.recv([message.buffer], message.peer, 0))
+                works.append(self._group.recv([message.buffer], self._place_of[message.peer], 0))
         for message in outgoing:
             message.pack()
-            with _kept(faults):
-                works.append(self._group.send([message.buffer], message.peer, 0))
+            if message.peer in self._place_of:
+                with _kept(faults):
+                    works.append(self._group.send([message.buffer], self._place_of[message.peer], 0))
         return works
 
     def _post_together(
@@ -191,12 +196,15 @@ class ExchangeGroup:
         """Posts like `_post`, in one NCCL call: posted one by one, messages could wait for each other in a circle."""
         for message in outgoing:
             message.pack()
+        outgoing = [message for message in outgoing if message.peer in self._place_of]
+        if not (outgoing or incoming):
+            return []
         with _kept(faults):
             self._group._start_coalescing(self.device)
             for message in incoming:
-                self._group.recv([message.buffer], message.peer, 0)
+                self._group.recv([message.buffer], self._place_of[message.peer], 0)
             for message in outgoing:
-                self._group.send([message.buffer], message.peer, 0)
+                self._group.send([message.buffer], self._place_of[message.peer], 0)
             return [self._group._end_coalescing(self.device)]
         return []
 

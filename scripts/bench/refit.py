@@ -212,7 +212,7 @@ def processes(
     try:
         ranks[0].call(children.open_store)
         port, _ = cast(tuple[int, int], ranks[0].call(children.count_group))
-        address = GroupAddress("127.0.0.1", port, "exchange", len(ranks)) if len(ranks) > 1 else None
+        address = GroupAddress("127.0.0.1", port, "exchange", tuple(range(len(ranks)))) if len(ranks) > 1 else None
         for rank, child in enumerate(ranks):
             child.send(build_trainer, rank, sources[rank], schedule, address, device)
         handles = {rank: cast(GpuHandles, child.result(children.DEADLINE_S)) for rank, child in enumerate(ranks)}

@@ -127,7 +127,7 @@ def as_other_user(call: Callable[[], object]) -> str:
 def test_another_user_cannot_speak_to_the_store_of_the_ranks():
     """The folder is made as a run makes it; the store is that of ranks, refits and the driver."""
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        address = GroupAddress(f"{folder}/{MEETING_FILE}", 0, "exchange 1", 1)
+        address = GroupAddress(f"{folder}/{MEETING_FILE}", 0, "exchange 1", (0,))
         address.store(timeout_s=HANG_S).set("rank 0", "is here")
         assert address.store(timeout_s=HANG_S).get("rank 0") == b"is here"
         said = as_other_user(lambda: address.store(timeout_s=HANG_S).set("neighbour", "was here"))

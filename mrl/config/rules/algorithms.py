@@ -213,6 +213,26 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
         problems.add("grpo.stop_at_validation_metric", rule, "raise the latter to 2 or more, or use accuracy")
 
 
+def check_elastic(config: RunConfig, problems: Problems) -> None:
+    """Checks that engines may come and go: each alone, with its slots, and with nobody who asks it by name."""
+    generation, key = config.policy.generation, "policy.generation.min_num_engines"
+    if generation.min_num_engines is None:
+        return
+    if generation.colocated.enabled:
+        rule = (
+            "engines that share slots with the policy cannot go without it (policy.generation.colocated.enabled=true)"
+        )
+        problems.add(key, rule, "set it to null, or policy.generation.colocated.enabled=false")
+    elif generation.min_num_engines > config.num_engines:
+        problems.add(key, f"the run has {config.num_engines} engines", f"use 1 to {config.num_engines}")
+    elif config.nodes_of_engine > 1:
+        rule = f"an engine has {config.nodes_of_engine} nodes, and its parts stay where they were placed"
+        problems.add(key, rule, "set it to null, or let an engine fit a node")
+    elif generation.vllm_cfg.expose_http_server or config.judges:
+        rule = "agents, judges and who asks over HTTP name the engines that they ask, and these must stay"
+        problems.add(key, rule, "set it to null: an engine that dies is then waited for")
+
+
 def _check_oversample(config: RunConfig, problems: Problems) -> None:
     """Checks that rollouts which a step leaves unfinished can go on in the next one."""
     asked = config.grpo.num_prompts_per_batch

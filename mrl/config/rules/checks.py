@@ -211,6 +211,7 @@ ROLLOUT_RULES: dict[str, Check] = {
     "engines": layout.check_engines,
     "weights in FP8": fp8.check_form,
     "rollout queue": algorithms.check_rollout_queue,
+    "engines that come and go": algorithms.check_elastic,
     "loss and advantages": algorithms.check_algorithm,
     "critic": models.check_critic,
     "HTTP server": layout.check_servers,

@@ -211,6 +211,10 @@ class GenerationConfig:
     """
     num_cpu_engines: Positive = 1
     """Engines on hosts without GPUs, over all nodes. With GPUs it follows from the cluster and the engine's TP."""
+    min_num_engines: Positive | None = None
+    """Dedicated engines may go, with their node, and come back: the run goes on while so many serve, and waits up to
+    `deadlines.start_s` for others with fewer. null = it waits for every engine. See docs/rollouts.md.
+    """
     port_range_low: Port = 3000
     """The gateway listens at a free port from here to below `port_range_high`."""
     port_range_high: PortEnd = 4999

@@ -18,10 +18,12 @@ from tests.sources import search_path
 
 
 @contextmanager
-def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int, last_gpus: int = 0) -> Iterator[None]:
-    """Nodes of so many processors, inside the `with` block, whose processes find modules in the test's folder.
+def ray_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int, last_gpus: int = 0
+) -> Iterator[Cluster]:
+    """A cluster of nodes of so many processors, inside the `with` block.
 
-    The last one says that it has `last_gpus`.
+    Their processes find modules in the test's folder. The last one says that it has `last_gpus`.
     """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), search_path()]))
     # A run of one node, earlier in this process, keeps Ray on 127.0.0.1, where runs of other processes do not find it.
@@ -35,7 +37,7 @@ def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int,
         cluster.add_node(num_cpus=number, num_gpus=last_gpus if place == len(processors) else 0)
     monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
     try:
-        yield
+        yield cluster
     finally:
         cluster.shutdown()
 

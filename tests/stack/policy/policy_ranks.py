@@ -470,7 +470,7 @@ def refit_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, np.ndarr
             buffer_bytes=100_000,
         )
         schedule = inputs.schedule()
-        address = GroupAddress(rank.master_address, rank.master_port, "exchange", rank.world_size)
+        address = GroupAddress(rank.master_address, rank.master_port, "exchange", tuple(range(rank.world_size)))
         handles = policy.prepare_refit(inputs, address)
         live = {
             slot: torch.full(content.shape, 7, dtype=torch_dtype(content.dtype)) for slot, content in target.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 import pytest
@@ -29,19 +30,25 @@ def three() -> Iterator[list[Child]]:
         child.stop()
 
 
-def join(participants: list[Child], *, timeout_s: float) -> None:
-    """Joins these participants into a group of three."""
+def join(participants: dict[int, Child], *, timeout_s: float, members: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Joins these participants, by number, into a group of such members."""
     participants[0].call(children.open_store)
     port, _ = cast(tuple[int, int], participants[0].call(children.count_group))
-    for rank, child in enumerate(participants):
-        child.send(children.join_world, rank, GroupAddress("127.0.0.1", port, "group", 3), timeout_s)
-    for child in participants:
+    for rank, child in participants.items():
+        child.send(children.join_world, rank, GroupAddress("127.0.0.1", port, "group", members), timeout_s)
+    for child in participants.values():
         child.result()
 
 
-def send(state: State, peers: list[int]) -> None:
-    messages = [Outgoing(peer, torch.full((NUM_BYTES,), peer, dtype=torch.uint8), lambda: None) for peer in peers]
+def send(state: State, peers: list[int]) -> list[int]:
+    """Sends to peers; returns those whose message was packed."""
+    packed = list[int]()
+    messages = [
+        Outgoing(peer, torch.full((NUM_BYTES,), peer, dtype=torch.uint8), partial(packed.append, peer))
+        for peer in peers
+    ]
     state.group.run(messages, [], what="round 7", meanwhile=lambda: None, deadline=time.monotonic() + HANG_S)
+    return packed
 
 
 def receive(state: State) -> list[int]:
@@ -67,13 +74,20 @@ def send_what_cannot_be_packed(state: State) -> None:
 
 def test_a_participant_that_never_comes_ends_the_meeting_in_time(three):
     with pytest.raises(RefitError, match="participant 0 of 3 could not join 'group' at 127.0.0.1:.* within 2 s"):
-        join(three[:2], timeout_s=MEETING_S)
+        join(dict(enumerate(three[:2])), timeout_s=MEETING_S)
     with pytest.raises(RefitError, match="participant 1 of 3 could not join"):
         three[1].result()
 
 
+def test_a_message_for_a_member_that_is_away_is_packed_and_not_sent(three):
+    join({0: three[0], 2: three[2]}, timeout_s=HANG_S, members=(0, 2))
+    three[2].send(receive)
+    assert three[0].call(send, [1, 2]) == [1, 2]
+    assert three[2].result() == [2]
+
+
 def test_a_dead_receiver_keeps_nothing_from_the_living(three):
-    join(three, timeout_s=HANG_S)
+    join(dict(enumerate(three)), timeout_s=HANG_S)
     three[1].stop()
     three[2].send(receive)
     with pytest.raises(RefitError, match=r"did not finish round 7 .*sending to ranks \[1, 2\]"):
@@ -82,6 +96,6 @@ def test_a_dead_receiver_keeps_nothing_from_the_living(three):
 
 
 def test_only_errors_of_the_transport_are_called_so(three):
-    join(three, timeout_s=HANG_S)
+    join(dict(enumerate(three)), timeout_s=HANG_S)
     with pytest.raises(RuntimeError, match="^no memory$"):
         three[0].call(send_what_cannot_be_packed)

@@ -151,7 +151,7 @@ def processes() -> Iterator[tuple[list[Child], list[Child]]]:
 def join_world(participants: list[Child], *, timeout_s: float, join: Callable = children.join_world) -> GroupAddress:
     """Makes a group of all, which replaces an earlier one."""
     port, num_groups = cast(tuple[int, int], participants[0].call(children.count_group))
-    address = GroupAddress("127.0.0.1", port, f"exchange {num_groups}", len(participants))
+    address = GroupAddress("127.0.0.1", port, f"exchange {num_groups}", tuple(range(len(participants))))
     for rank, child in enumerate(participants):
         child.send(join, rank, address, timeout_s)
     for child in participants:

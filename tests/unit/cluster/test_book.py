@@ -139,6 +139,32 @@ async def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
 
 
 @as_story
+async def test_the_others_are_asked_for_the_rollouts_of_an_engine_that_left():
+    engines = Engines(2, max_fruitless=2)
+    for index in range(2):
+        engines.book.begin(index)
+    await engines.ask("a", "b", "c")
+    assert engines.book.leave(0) == (2, True)
+    await settled()
+    await engines.answer(1, "b")
+    assert engines.sent == [(0, ["a", "c"]), (1, ["b"]), (1, ["a", "c"])]
+    await engines.ask("d")
+    assert engines.book.leave(1) == (3, True) and engines.book.num_restarts == 2
+    await engines.ask("e")
+    # Nobody is left: they wait, and who waits for all that can still come does not wait for them.
+    assert engines.book.num_unfinished == engines.book.num_lost == 4
+    assert {one.prompt_id for one in engines.book.unanswered()} == {"a", "c", "d", "e"}
+    engines.book.join(0)
+    await settled()
+    assert engines.sent[3:] == [(0, ["a", "c", "d", "e"])]
+    engines.calls[0] = engines.calls[0][-1:]
+    await engines.answer(0, "a", "c", "d", "e")
+    assert engines.answers == {"b": "b by 1", **{name: f"{name} by 0" for name in "acde"}}
+    assert engines.book.num_unfinished == engines.book.num_lost == 0
+    assert [engines.book.leave(1)[1] for _ in range(2)] == [True, False]
+
+
+@as_story
 async def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
     engines = Engines(1, max_fruitless=2)
     engines.book.begin(0)

@@ -5,6 +5,7 @@ from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.scheduling import (
     EngineSlots,
     device_ids,
+    elastic_slots,
     engine_slots,
     find_shared_node,
     find_uneven_engine,
@@ -56,6 +57,18 @@ def test_dedicated_engines_follow_the_policys_slots():
         (4, 5),
         (6, 7),
     ]
+
+
+def test_engines_that_come_and_go_have_places_of_their_own():
+    apart, whole = ColocatedConfig(enabled=False), ColocatedConfig(False, EngineResourcesConfig(num_nodes=2))
+    cpu = run_config(ClusterConfig(cpu_units_per_node=4), tp=2, colocated=apart, num_cpu_engines=2)
+    gpu = run_config(ClusterConfig(num_nodes=3, gpus_per_node=4), tp=2, colocated=whole)
+    assert elastic_slots(cpu) == elastic_slots(gpu) == []
+    for config in (cpu, gpu):
+        config.policy.generation.min_num_engines = 1
+    assert elastic_slots(cpu) == [range(4, 6), range(6, 8)]
+    # Two engines share a node, and each has its GPUs there.
+    assert elastic_slots(gpu) == [range(4, 8), range(8, 12)]
 
 
 def test_an_engine_has_slots_for_the_workers_of_all_stages():

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 from pathlib import Path
 
+import pytest
+
 from mrl.config.load import load_config
 from mrl.data.prompts import validation_sampling
 from mrl.loop.queue import queue_plan
 from mrl.types import SamplingParams
 from tests.unit.config.problems import problems_of as problems
 
+SERVER = "policy.generation.vllm_cfg.expose_http_server=true"
+WHOLE_NODES = [
+    "cluster.num_nodes=6",
+    "cluster.gpus_per_node=4",
+    "policy.generation.colocated={enabled: false, resources: {num_nodes: 4}}",
+    "policy.generation.vllm_cfg.tensor_parallel_size=8",
+]
 AHEAD = ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
 
 
@@ -57,3 +66,24 @@ def test_prompts_of_a_batch(workplace: Path):
     plan = queue_plan(load_config("grpo_tiny.yaml", ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"]))
     assert (plan.num_prompts, plan.batch, plan.max_batches, plan.lag) == (32, 48, 10, 0)
     assert queue_plan(load_config("grpo_tiny.yaml")).max_batches is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["share slots with the policy", "or policy.generation.colocated.enabled=false"]),
+        (["policy.generation.colocated.enabled=false", "policy.generation.num_cpu_engines=3"], []),
+        (["policy.generation.colocated.enabled=false"], ["the run has 1 engines", "use 1 to 1"]),
+        (
+            ["policy.generation.colocated.enabled=false", "policy.generation.num_cpu_engines=2", SERVER],
+            ["name the engines", "set it to null"],
+        ),
+        (WHOLE_NODES, ["an engine has 2 nodes", "let an engine fit a node"]),
+    ],
+)
+def test_engines_that_may_go_are_dedicated_and_asked_by_the_driver_alone(
+    workplace: Path, overrides: list[str], words: list[str]
+):
+    key = "policy.generation.min_num_engines"
+    told = [text for text in problems(*overrides, f"{key}=2") if key in text]
+    assert len(told) == bool(words) and all(word in told[0] for word in words)
