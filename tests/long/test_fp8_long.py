@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from mrl.recipes.additions import Kind
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.run_folder import RunFolder
 from tests.drivers import do, opened, train_step
+from tests.learn.quickstart import call
+from tests.stack.loop.conftest import write_inputs
 from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.long("fp8"), pytest.mark.timeout(2400)]
@@ -28,9 +31,9 @@ DLOGP, REWARD, VERIFIED = "train/mean_abs_dlogp", "train/reward", "refit/verifie
 Steps = list[dict[str, float]]
 
 
-@pytest.mark.parametrize("kind", ["tiny"])
+@pytest.mark.parametrize("kind", ["tiny", "tiny_dense"])
 def test_ten_steps_learn(tmp_path: Path, kind: Kind) -> None:
-    """`tiny` has experts, and no whole blocks: a scale for each output."""
+    """`tiny` has experts and no whole blocks (a scale a channel), `tiny_dense` a scale for each block."""
     prepare_tiny(tmp_path / "prepared", seed=0, kind=kind)
     found = {
         name: steps(tmp_path, kind, name, precision, change)
@@ -48,6 +51,20 @@ def test_ten_steps_learn(tmp_path: Path, kind: Kind) -> None:
         assert len(rows) == NUM_STEPS and len({row[VERIFIED] for row in rows}) == 1 and rows[0][VERIFIED]
     assert faults(found["bfloat16"], found["bfloat16"]) == faults(found["fp8"], found["bfloat16"]) == []
     assert "apart" in faults(found["kept"], found["bfloat16"])
+
+
+def test_the_doctor_finds_the_same_model_on_both_sides(tmp_path: Path) -> None:
+    words = ["policy.precision=bfloat16", "policy.generation.vllm_cfg.precision=fp8", "cluster.cpu_units_per_node=2"]
+    said = call(
+        tmp_path, "-m", "mrl.doctor", "grpo_tiny.yaml", "--refit", *write_inputs(tmp_path), *words, timeout_s=3 * HANG_S
+    )
+    for line in (
+        r"refit zero +ok +[\d,]{7,} bytes verified, .*",
+        r"refit +ok +[\d,]{7,} bytes verified, .*",
+        r"new weights +ok +\d+ tensors, all changed",
+        r"logprobs engine 0 +ok +512 tokens, .*",
+    ):
+        assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
 
 
 def faults(rows: Steps, in_bfloat16: Steps) -> list[str]:
