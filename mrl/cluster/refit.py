@@ -106,10 +106,7 @@ class Refitter:
         """Engines that hold the weights below the adapters; empty where the weights themselves move."""
         self.has_experts = bool(family(inputs.hf_config).expert_layers(inputs.hf_config))
         self.model = Path(config.policy.model_name)
-        summary = self.schedule.summary
-        if not config.cluster.gpus_per_node:
-            summary = summary.replace("their own GPUs", "their own slots")
-        logger.info("Refit schedule: %s", summary)
+        logger.info("Refit schedule: %s", _summary(config, self.schedule))
         for line in self.schedule.casts():
             logger.info("%s", line)
         num_ranks = len(self.schedule.source_class)
@@ -117,7 +114,7 @@ class Refitter:
         if held_adapters(config.policy) is not None:
             inputs = refit_inputs(config, placement, policies, engines, "adapters")
             schedule = build_schedule(config, inputs)
-            logger.info("Refit schedule of the adapters alone: %s", schedule.summary)
+            logger.info("Refit schedule of the adapters alone: %s", _summary(config, schedule))
             self.moves["adapters"] = _Move(schedule, inputs.signed(schedule))
         self._num_groups = 0
         self._present = engines.serving
@@ -332,6 +329,10 @@ class Refitter:
         for part in self.moves:
             workers = {index: (self.worker_refits(index, part),) for index in engines}
             self.engines.call_each(EngineVerbs.prepare_refit, workers)
+
+
+def _summary(config: RunConfig, schedule: Schedule) -> str:
+    return schedule.summary if config.cluster.gpus_per_node else schedule.summary.replace("own GPUs", "own slots")
 
 
 def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -> list[ActorName]:

@@ -406,7 +406,6 @@ SELECTIVE & PARTS=[moe] -> fine
 SELECTIVE & PARTS=[moe, shared_experts] => PARTS=['moe', 'shared_experts'] -> the model has no shared experts -> leave it out
 ADAPTERS & PEFT.merge=false & PEFT.target_modules=[linear_qkv, linear_proj] -> fine
 ADAPTERS & PEFT.merge=false => PEFT.merge -> not of decoder.layers.0.mlp.experts.linear_fc1 -> or name other layers
-ADAPTERS & PEFT.target_modules=[linear_qkv] & PEFT.dim=513 & PEFT.merge=false -> a rank of at most 512, not 513
 PIPELINE=2 & VIRTUAL=4 -> fine
 PIPELINE=2 & VIRTUAL=2 & FIRST_STAGE=6 -> fine
 VIRTUAL=1 -> fine
