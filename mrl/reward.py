@@ -223,6 +223,7 @@ async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[V
 
 async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[Verdict]:
     """Runs an agent on one row after the other; prints the first conversations."""
+    from mrl.plan.memory import with_limits
     from mrl.rollout.environment import set_variables
 
     set_variables({"VLLM_LOGGING_LEVEL": "ERROR"})  # as it says what it misses of a device that nobody asks for

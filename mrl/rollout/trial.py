@@ -62,14 +62,17 @@ class GivenTexts:
         is_cut = params.max_tokens is not None and len(ids) > params.max_tokens
         if is_cut:
             ids = ids[: params.max_tokens]
-            text = cast(str, self._tokenizer.decode(ids))
+            text = str(self._tokenizer.decode(ids))
         logprobs = [{token: Logprob(0.0)} for token in ids]
         return CompletionOutput(index, text, ids, 0.0, logprobs, finish_reason="length" if is_cut else "stop")
 
 
 @asynccontextmanager
 async def open_trial(name: str, config: RunConfig) -> AsyncIterator[Try]:
-    """Starts agent `name` of a config `with_limits`, and a gateway for it. RuntimeError: it cannot be loaded."""
+    """Starts agent `name` of the config, whose engine limits are known, and a gateway for it.
+
+    RuntimeError: the agent cannot be loaded.
+    """
     handlers = Handlers(config.policy)
     engine, lines = GivenTexts(tokenizer_of(config)), EngineLines()
     lines.set([engine])
