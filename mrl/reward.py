@@ -228,7 +228,6 @@ async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> li
 
     set_variables({"VLLM_LOGGING_LEVEL": "ERROR"})  # as it says what it misses of a device that nobody asks for
     with warnings.catch_warnings(action="ignore"):
-        from mrl.plan.memory import with_limits
         from mrl.rollout.trial import open_trial
 
     verdicts = list[Verdict]()

@@ -16,6 +16,7 @@ import ray
 
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
+from mrl.refit.inputs import Part
 from mrl.refit.pull import VerifyReport
 from mrl.types import RunState
 from tests.drivers import train_step
@@ -153,10 +154,10 @@ def test_an_engine_that_gives_no_answer_in_a_refit_is_left_behind(tmp_path: Path
         engines, refit, pid = run.supplier.session.engines, run.supplier.session.refit, pid_of(run, 1)
         run_rounds = refit._run_rounds
 
-        def stop_and_run(readers: Sequence[int]) -> list[VerifyReport]:
+        def stop_and_run(readers: Sequence[int], part: Part) -> list[VerifyReport]:
             setattr(refit, "_run_rounds", run_rounds)  # noqa: B010  a plain assignment is a type error
             os.kill(pid, signal.SIGSTOP)
-            return run_rounds(readers)
+            return run_rounds(readers, part)
 
         setattr(refit, "_run_rounds", stop_and_run)  # noqa: B010  a plain assignment is a type error
         train_step(run, state)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conversion.files.hf_folder import write_json
 from mrl.convert import main as convert
 from mrl.recipes import tokenizer
 from mrl.store.checkpoints import find_damage
@@ -28,7 +30,11 @@ LAYOUTS: dict[str, list[str]] = {
     "qwen3_5_text": ["policy.megatron_cfg.expert_model_parallel_size=1"],
     "qwen3_next": LAYOUT,
     "deepseek_v3": [],
+    "nemotron_h": ["policy.megatron_cfg.expert_model_parallel_size=1"],
 }
+WITHOUT_EXPERTS = ("qwen3_5_text", "nemotron_h")
+OF_EXPERTS = re.compile("expert|^moe_|^n_group$|^topk_group$|norm_topk_prob|routed_scaling|num_nextn|^mtp_")
+"""Keys that Nemotron Nano 9B v2's config.json lacks; here it stands for nemotron_h, whose experts other runs train."""
 
 
 @pytest.mark.long("model_folders")
@@ -37,14 +43,19 @@ def test_a_family_trains_resumes_and_is_exported(tmp_path: Path, model_type: str
     inputs = write_inputs(tmp_path)
     model, run = tmp_path / "model", tmp_path / "run"
     # transformers gives the tokenizer of this type a token more.
-    models.save_model(model, model_type, vocab_size=272 if model_type == "qwen3_5_moe_text" else 264)
+    settings = dict(vocab_size=272 if model_type == "qwen3_5_moe_text" else 264)
+    layers = dict(hybrid_override_pattern="M-M*-M-", num_hidden_layers=7) if model_type == "nemotron_h" else {}
+    models.save_model(model, model_type, **settings, **layers)
+    if layers:
+        of_hybrid = json.loads((model / "config.json").read_text())
+        write_json(model / "config.json", {key: of_hybrid[key] for key in of_hybrid if not OF_EXPERTS.search(key)})
     tokenizer.save(model, model_max_length=1280)
     overrides = [
         *inputs,
         *COIN,
         *LAYOUTS[model_type],
         f"{ENGINE}.tensor_parallel_size=2",
-        f"{ENGINE}.expert_parallel_size={1 if model_type == 'qwen3_5_text' else 2}",
+        f"{ENGINE}.expert_parallel_size={1 if model_type in WITHOUT_EXPERTS else 2}",
         "grpo.max_num_steps=3",
         "checkpointing.save_period=2",
     ]
@@ -55,7 +66,7 @@ def test_a_family_trains_resumes_and_is_exported(tmp_path: Path, model_type: str
     for before, after in zip(steps, steps[1:], strict=False):
         assert after["refit/weight_version"] == before["refit/weight_version"] + 1
     for step in steps:
-        assert step["refit/verified_bytes"] > 1e6 and step["rollout/failed"] == 0
+        assert step["refit/verified_bytes"] > 5e5 and step["rollout/failed"] == 0
         assert step["train/token_mult_prob_error"] <= 1.0001 and step["train/grad_norm"] > 0
 
     # As if the attempt had died before its last checkpoint.

@@ -21,7 +21,6 @@ from tests.stack.policy.layouts import (
     Gradients,
     assert_close,
     gradients_and_logprobs,
-    gradients_of,
     sequences,
     transformers_gradients,
     transformers_model,
@@ -217,12 +216,14 @@ def check_logprobs(rows: list[np.ndarray], case: Example) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_gives_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, variant: str):
+def test_a_variant_gives_the_logprobs_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, variant: str):
     name, settings, layout, megatron = VARIANTS[variant]
     folder = models.save_model(tmp_path / "model", name, 0, pad_token_id=None, **settings)
+    case = Example(folder, scores_of(transformers_model(folder)))
     expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
     world_size, cut = sizes(layout)
-    loss, grads = gradients_of(ranks, folder, world_size, cut | megatron)
+    (loss, grads), logprobs = gradients_and_logprobs(ranks, folder, world_size, cut | megatron, PARITY_ROWS)
+    check_logprobs(logprobs, case)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)
 
@@ -235,7 +236,11 @@ def example(name: str, seed: int, folder: Path) -> Example:
     if seed == SEEDS[-1]:
         train(model)
         model.save_pretrained(folder)
-    return Example(folder, [[hf_scores(model, sequence[:1], sequence[1:]) for sequence in row] for row in PARITY_ROWS])
+    return Example(folder, scores_of(model))
+
+
+def scores_of(model: PreTrainedModel) -> list[list[Scores]]:
+    return [[hf_scores(model, sequence[:1], sequence[1:]) for sequence in row] for row in PARITY_ROWS]
 
 
 def train(model: PreTrainedModel, num_steps: int = 8) -> None:
