@@ -27,7 +27,7 @@ from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.engines import EngineActor, EngineGroup, EngineLine
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorName
-from mrl.cluster.judges import JudgeGroup
+from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import ANSWER_S, GATEWAYS, LOOK_S, NUM_THREADS, STUCK_S, Service, judges_kind

@@ -20,7 +20,7 @@ from conversion.files.durable import remove_file
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.gateway import start_gateways
-from mrl.cluster.judges import start_judges
+from mrl.cluster.judge_engines import start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards

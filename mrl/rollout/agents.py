@@ -271,7 +271,7 @@ class AgentRunner:
         """Agents, and what was altered in requests of theirs: see `AgentSession.altered`."""
         self._waiting: dict[str, tuple[str, str]] = {}
         """Agent and reason, of each rollout whose agent cannot be reached."""
-        self._listens = dict[str, asyncio.Event]()
+        self._listens = dict[str, asyncio.Future[None]]()
         """Wakes the rollouts of an agent at whose address nothing listened."""
 
     def waiting(self) -> dict[str, tuple[int, str]]:
@@ -341,13 +341,13 @@ class AgentRunner:
             await asyncio.sleep(pause_s)
             self._waiting.pop(task.request_id, None)
             return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._listens.setdefault(name, asyncio.Event()).wait(), pause_s)
+        listens = self._listens.setdefault(name, asyncio.get_running_loop().create_future())
+        await asyncio.wait([listens], timeout=pause_s)
 
     def _note_connection(self, name: str) -> None:
         """Wakes the rollouts that wait until something listens at an agent's address."""
         if (listens := self._listens.pop(name, None)) is not None:
-            listens.set()
+            listens.set_result(None)
             self._waiting = {key: found for key, found in self._waiting.items() if found[0] != f"agent {name}"}
 
     async def _ask(self, task: AgentTask, session: AgentSession, deadline_s: float) -> Json:

@@ -43,9 +43,11 @@ def test_a_family_trains_resumes_and_is_exported(tmp_path: Path, model_type: str
     inputs = write_inputs(tmp_path)
     model, run = tmp_path / "model", tmp_path / "run"
     # transformers gives the tokenizer of this type a token more.
-    settings = dict(vocab_size=272 if model_type == "qwen3_5_moe_text" else 264)
-    layers = dict(hybrid_override_pattern="M-M*-M-", num_hidden_layers=7) if model_type == "nemotron_h" else {}
-    models.save_model(model, model_type, **settings, **layers)
+    vocab_size = 272 if model_type == "qwen3_5_moe_text" else 264
+    layers: dict[str, object] = (
+        dict(hybrid_override_pattern="M-M*-M-", num_hidden_layers=7) if model_type == "nemotron_h" else {}
+    )
+    models.save_model(model, model_type, **{"vocab_size": vocab_size, **layers})
     if layers:
         of_hybrid = json.loads((model / "config.json").read_text())
         write_json(model / "config.json", {key: of_hybrid[key] for key in of_hybrid if not OF_EXPERTS.search(key)})

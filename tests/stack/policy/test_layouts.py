@@ -222,8 +222,10 @@ def test_a_variant_gives_the_logprobs_loss_and_gradients_of_transformers(ranks: 
     case = Example(folder, scores_of(transformers_model(folder)))
     expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
     world_size, cut = sizes(layout)
-    (loss, grads), logprobs = gradients_and_logprobs(ranks, folder, world_size, cut | megatron, PARITY_ROWS)
-    check_logprobs(logprobs, case)
+    # With virtual stages, Megatron takes a multiple of as many rows as there are stages.
+    scored = PARITY_ROWS * 2 if "pp4" in layout else PARITY_ROWS
+    (loss, grads), logprobs = gradients_and_logprobs(ranks, folder, world_size, cut | megatron, scored)
+    check_logprobs(logprobs[: len(PARITY_ROWS)], case)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)
 

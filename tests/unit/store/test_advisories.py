@@ -138,7 +138,7 @@ def test_nobody_is_told_to_switch_on_what_is_on():
         advisories(rows, facts_of({"policy": {"sequence_packing": {"enabled": is_on}}}))[0].turn
         for is_on in (False, True)
     ]
-    more = "policy.sequence_packing.train_mb_tokens"
+    more = "policy.sequence_packing.train_mb_tokens down"
     assert tried == [f"policy.sequence_packing.enabled=true; {more}", more]
 
 
