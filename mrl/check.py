@@ -87,12 +87,17 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--config", help="the config; with a folder, that which says how it is asked (default: that of the run)"
     )
     options = _parse(parser, arguments)
-    if options.config is not None and (not options.words or "=" in options.words[0]):
+    if options.config is not None and not (options.words and is_place(options.words[0])):
         options.words, options.config = [options.config, *options.words], None
     if not options.words:
         parser.error("which model? e.g. python -m mrl.evaluate results/grpo_tiny")
     options.secrets = start_logging("plain" if options.check else "text", sys.stderr if options.json else None)
     return options
+
+
+def is_place(word: str) -> bool:
+    """Tells a config or a folder, in whose name there may be a `=`, from an override."""
+    return "=" not in word or Path(word).exists()
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -85,12 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, [*data, f"++env.{kind}={path}", *options.overrides])
         rows, num_rows, idle = _rows(config)
         named = _tasks(rows, options.replies)
+        is_function = NAME in config.env.own.functions
+        model = Path(config.policy.model_name)
+        if not (is_function or is_hub_id(str(model)) or (model / "config.json").is_file()):
+            made = way_to_prepare(str(model))
+            raise ValueError(f"an agent is tried with the tokenizer of policy.model_name={model}, not there; {made}")
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {barred(error) or error}\n")
-    is_function = NAME in config.env.own.functions
     try:
         verdicts = asyncio.run(_judge(named, config) if is_function else _run_agent(named, config))
-    except RuntimeError as error:  # its traceback stands above
+    except (RuntimeError, ValueError) as error:  # its traceback stands above
         parser.exit(2, f"mrl.reward: {error}\n")
     sys.stdout.flush()
     judged = [(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)]

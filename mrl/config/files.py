@@ -214,7 +214,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, obje
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else path
         reason = getattr(error, "problem", None) or one_line(error)
-        if mark is not None and "cannot start any token" in reason and text.split("\n")[mark.line][mark.column] == "\t":
+        if mark is not None and "cannot start any token" in reason and text[mark.index : mark.index + 1] == "\t":
             reason = "a tab, and YAML indents by spaces"
         fault = f"{place}: not readable as a config ({reason}); correct or replace the file"
         raise ConfigError([told(fault, "file")]) from error

@@ -77,7 +77,7 @@ _PLACED = re.compile(
     r"\becho\s['\"]?(?P<piped>[^\s'\"|]{3,})(?=['\"]?\s?\|\s?sudo\s(?:-\w\s)?-S)|"
     # A line of .pgpass. Neither `file.py:1234:a:b:c`, `step:1000:train:loss:0.5` nor an IPv6 address.
     r"(?<![\w./:*-])(?!\S{0,100}\.(?:py|log|txt|ya?ml|jsonl?|md|sh|cpp|cu|h):)(?![\dA-Fa-f:]{1,100}(?:[^\w.*-]|$))"
-    r"[\w.*-]{1,100}:(?:\d{4,5}|\*):[^\s:]{1,64}:[A-Za-z_*][\w.@*-]{0,63}:(?!-?[\d.]+(?:e-?\d+)?(?:[\s,;)\]}]|$))(?P<line>\S{4,})|"
+    r"[\w.*-]{1,100}:(?:5[4-9]\d\d|6\d{3}|\*):[^\s:]{1,64}:[A-Za-z_*][\w.@*-]{0,63}:(?!-?[\d.]+(?:e-?\d+)?(?:[\s,;)\]}]|$))(?P<line>\S{4,})|"
     r"\b(?:PIN|Pin|pin|T?OTP|PUK|CVV|[2M]FA)(?P<digits>\d{4,8})\b|\bPrivate-MAC:\s?(?P<mac>[\da-f]{40,64})"
 )
 """A password or code that is the end of the match."""

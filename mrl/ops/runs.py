@@ -74,8 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         there = ", ".join(run.name for run in runs_in(RESULTS_FOLDER))
         parser.error(f"{what}; runs in {RESULTS_FOLDER}: {there or 'none'}")
-    if absent := [folder for folder in folders if folder != RESULTS_FOLDER and not folder.exists()]:
-        parser.error(f"no folder {', '.join(map(str, absent))}; the words before folders are show and compare")
     if not found:
         parser.error(
             f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or "

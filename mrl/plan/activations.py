@@ -172,7 +172,7 @@ def _weight_copies(shape: ModelSizes, letter: str, row: Row) -> dict[str, float]
             "weights": of_mlp * shape.experts / row.ep * shape.expert_ffn / row.etp,
             "shared_weights": of_mlp * shape.shared_ffn / row.tp,
         },
-    }[letter]
+    }.get(letter, {})  # the others are refused in FP8
     if letter == "*" and mla is not None:
         queries, width = shape.heads * (mla.plain + mla.rotary) / row.tp, mla.kv_rank + mla.rotary
         asked = mla.query_rank * (hidden + queries) if mla.query_rank else hidden * queries

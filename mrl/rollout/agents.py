@@ -342,7 +342,8 @@ class AgentRunner:
             self._waiting.pop(task.request_id, None)
             return
         listens = self._listens.setdefault(name, asyncio.get_running_loop().create_future())
-        await asyncio.wait([listens], timeout=pause_s)
+        if (await asyncio.wait([listens], timeout=pause_s))[0]:
+            await asyncio.sleep(random.uniform(0.0, RETRY_S))
 
     def _note_connection(self, name: str) -> None:
         """Wakes the rollouts that wait until something listens at an agent's address."""

@@ -97,7 +97,7 @@ def open_client(
 ) -> aiohttp.ClientSession:
     """A session of at most `limit` connections to a server, 0 = any number, whose answers `read_answer` reads.
 
-    `on_connected` is called when a request has got a connection.
+    `on_connected` is called when a new connection is made.
     """
 
     async def note(*_: object) -> None:
@@ -105,7 +105,6 @@ def open_client(
 
     connector, trace = aiohttp.TCPConnector(limit=limit), aiohttp.TraceConfig()
     trace.on_connection_create_end.append(note)
-    trace.on_connection_reuseconn.append(note)
     headers = {"Accept-Encoding": "gzip, deflate"}
     return aiohttp.ClientSession(
         connector=connector,

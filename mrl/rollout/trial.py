@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 from vllm import CompletionOutput, RequestOutput
 from vllm.logprobs import Logprob
@@ -86,6 +87,8 @@ async def open_trial(name: str, config: RunConfig) -> AsyncIterator[Try]:
         masks_flagged=config.env.should_mask_flagged_samples,
     )
     url = config.env.remote.get(name)
+    if url is not None and urlsplit(url).hostname not in (HOST, "localhost"):
+        raise RuntimeError(f"{url}: a trial answers at {HOST} alone; try the agent on the host where it runs")
     agent = RemoteAgent(url) if url is not None else FunctionAgent(config.env.own.agents[name], log_name="stderr")
     runner.agents[name] = [agent]
     logging.getLogger(AgentRunner.__module__).setLevel(logging.ERROR)  # a table has what it says of each rollout

@@ -187,7 +187,7 @@ class RunFolder:
         file = self.log_folder / ENDED
 
         def write() -> None:
-            if file.parent.is_dir():
+            if file.parent.is_dir() and not file.exists():  # the first end counts: a later run may end this process
                 if not (file.parent / RUN_CONFIG).exists():  # refused before it was noted
                     self.write_config(file.parent)
                 write_atomic(file, json.dumps({"code": code, "text": text, "at": time.time()}))

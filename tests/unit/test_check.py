@@ -307,7 +307,8 @@ def test_an_evaluation_is_told_of_what_it_asks_alone(capsys: pytest.CaptureFixtu
 
 def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.CaptureFixture[str], workplace: Path):
     (workplace / "prepared/tiny/model").rename(workplace / "other")
-    assert evaluate.main(["other", "--config", "grpo_tiny.yaml", check.OPTION]) == 0
+    (workplace / "lr=1").symlink_to("other")  # as sweeps name folders
+    assert evaluate.main(["lr=1", "--config", "grpo_tiny.yaml", check.OPTION]) == 0
     assert f"model         {workplace / 'other'}" in capsys.readouterr().out
     assert evaluate.main(["other", check.OPTION]) == 2
     assert "name with --config" in capsys.readouterr().out
@@ -356,8 +357,9 @@ def test_yaml_is_refused_by_line_and_column(said, tmp_path: Path):
 
 
 def test_values_that_look_right_are_refused_with_the_reason(said, tmp_path: Path):
-    (tmp_path / "tab.yaml").write_text("grpo:\n\tseed: 1\n")
-    assert f"{tmp_path / 'tab.yaml'}:2:1: not readable as a config (a tab, and YAML" in said("tab.yaml")[1]
+    for end in ("\n", "\r", "\r\n", "\u2028"):
+        (tmp_path / "tab.yaml").write_bytes(f"grpo:{end}\tseed: 1\n".encode())
+        assert f"{tmp_path / 'tab.yaml'}:2:1: not readable as a config (a tab, and YAML" in said("tab.yaml")[1]
     (tmp_path / "home.yaml").write_text("defaults: grpo_tiny.yaml\ncheckpointing: {checkpoint_dir: ~/run}\n")
     assert "nothing expands ~ here; write the whole path, or ${oc.env:HOME}/run" in said("home.yaml")[1]
     text = said("grpo_tiny.yaml", "policy.generation.repetition_penalty=1.1")[1]

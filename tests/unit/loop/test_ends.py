@@ -235,7 +235,7 @@ def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[
 def test_a_run_that_failed_behind_its_last_checkpoint_is_finished_when_a_start_finds_no_step(
     settings: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_killed: bool
 ):
-    failed = "ended with exit code 1, this attempt failed, or learned nothing for several steps"
+    failed = "ended with exit code 1: a logger does not answer"
     assert start(settings, 2) == 75
     assert start(settings, 2, error=TimeoutError("a logger does not answer")) == 1
     state, ends = listed(tmp_path / "run", capsys)
@@ -246,7 +246,7 @@ def test_a_run_that_failed_behind_its_last_checkpoint_is_finished_when_a_start_f
         assert start(settings, 2) == 0
         state, ends = listed(tmp_path / "run", capsys)
         own = "without a word" if is_killed else "with exit code 1: The attempt ended: a logger does not answer. Logs"
-        said = "ended with exit code 0, done: A later start found the run complete; this attempt had ended "
+        said = "ended with exit code 0: A later start found the run complete; this attempt had ended "
         assert state == "finished" and len(ends) == 2 and ends[1].startswith(said + own), ends
     # With more steps it is a run like others.
     assert start(settings, 4) == 75

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from mrl.config.load import load_config
 from mrl.config.model import sizes_of
-from mrl.plan.activations import Row, backward_bytes, kept_bytes, part_bytes
+from mrl.plan.activations import Row, _weight_copies, backward_bytes, kept_bytes, part_bytes
 from mrl.plan.facts import row_of
 from tests.sources import ROOT
 
@@ -72,6 +72,10 @@ def test_tensors_of_deepseek_v3_by_hand():
     assert experts["shared"] == T * 2048 / 8 * (2 * 2 + scaled)
     assert experts["shared_weights"] == 2 * scaled * 3 * 7168 * 2048 / 8
     assert experts["dispatched"] == scaled * (T / 8 * 8 + 4 * 15.5) * 7168
+
+
+def test_layers_that_stay_in_bfloat16_have_no_copies():
+    assert _weight_copies(QWEN3, "M", Row(tokens=T, ep=8, fp8="blockwise")) == {}
 
 
 @pytest.mark.parametrize("fp8", ["", "tensorwise", "blockwise", "mxfp8"])

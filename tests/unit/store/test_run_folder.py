@@ -406,6 +406,7 @@ def test_the_end_is_written_though_a_call_elsewhere_does_not_return(tmp_path: Pa
         with pytest.raises(TimeoutError):
             within(0.01, "a start", is_over.wait)
         folder.note_end(1, "Ray does not start")
+        folder.note_end(130, "a second Ctrl-C, of a later run in this process")
         assert json.loads((folder.log_folder / ENDED).read_text())["code"] == 1
     finally:
         is_over.set()
