@@ -76,6 +76,7 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(
     monkeypatch.setattr(session, "convert_if_new", lambda _: calls.append("convert"))
     placement = Placement.__new__(Placement)
     placement.num_slots, placement.num_policy_ranks, placement.own_slots = 1, 1, {}
+    placement.absent_engines = set()
     config, log_folder = load_config("grpo_tiny.yaml", overrides), Path("logs")
     do(start_models(config, placement, pad_token_id=0, log_folder=log_folder, tasks=BackgroundTasks()))
     assert calls == order
