@@ -73,6 +73,7 @@ class Here:
     """Calls that the groups of actors make, on an object of this process."""
 
     num_engines = world_size = 1
+    serving, is_elastic = [0], False  # noqa: RUF012
     master = ("nowhere", 0)
 
     def __init__(self, target: object) -> None:
@@ -94,6 +95,11 @@ class Here:
         self, verb: Callable, arguments: dict[int, tuple[object, ...]], *, deadline_s: float | None = None
     ) -> dict[int, object]:
         return self.call(verb, *arguments[0])
+
+    async def wait_for_enough(self) -> None: ...
+
+    def take_in(self) -> list[int]:
+        return []
 
     def held(self) -> AbstractContextManager[None]:
         return nullcontext()
