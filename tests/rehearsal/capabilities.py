@@ -179,7 +179,9 @@ def prepared(folder: Path, parallel: VllmParallel, built: Mapping[int, nn.Module
         refit_workers[-1].get_model = lambda index=index: built.get(index, next(iter(built.values())))
         refit_workers[-1].get_draft_model = lambda: None
     engines = SimpleNamespace(
-        call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]}
+        serving=[0],
+        num_engines=1,
+        call=lambda verb, *given, **_: {0: [getattr(worker, verb.__name__)(*given) for worker in refit_workers]},
     )
     place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
     policies = SimpleNamespace(call=lambda verb, deadline_s: {0: place})
