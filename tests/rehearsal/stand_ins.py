@@ -279,6 +279,7 @@ class Slots:
         self.first_slots = list(range(0, self.num_slots, config.cluster.slots_per_node))
         self.reward_options = [dict[str, object]() for _ in self.first_slots]
         self.num_dedicated_slots = self.num_slots - self.num_policy_ranks
+        self.absent_engines = set[int]()
         self.folder = Path("/")
 
     def num_threads(self, slot: int) -> int:
