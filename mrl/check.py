@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def is_place(word: str) -> bool:
     """Tells a config or a folder, in whose name there may be a `=`, from an override."""
-    return "=" not in word or Path(word).exists()
+    return "=" not in word or os.path.exists(word)  # Path raises where the name is too long for a file
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

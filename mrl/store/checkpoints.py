@@ -128,10 +128,9 @@ class CheckpointStore:
         """Makes a folder with `state`, into which models write their weights; `commit` turns it into a checkpoint."""
         if self.metric_name is not None and self._value(state) is None:
             value = state.metrics.get(self.metric_name)
-            kind = f"{self.metric_name.partition('/')[0]}/"
             found = f"has no metric {self.metric_name}" if value is None else f"has {self.metric_name} = {value}"
             level = logging.WARNING
-            if kind == "val/" and not any(name.startswith(kind) for name in state.metrics):
+            if self.metric_name.startswith("val/") and not any(name.startswith("val/") for name in state.metrics):
                 found, level = "was not validated", logging.INFO
             ranks = f"its checkpoint ranks last by {self.metric_name} (checkpointing.metric_name)"
             logger.log(level, "step %d %s: %s", state.step, found, ranks)

@@ -77,3 +77,8 @@ def test_other_folders_are_refused(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ValueError, match="has no complete checkpoint yet"):
         find_target(str(tmp_path), None)
+
+
+def test_an_override_longer_than_a_file_name_is_an_override():
+    options = parse_evaluation(["--config", "grpo_tiny.yaml", override := f"policy.model_name={'o' * 300}"])
+    assert options.words == ["grpo_tiny.yaml", override] and options.config is None
