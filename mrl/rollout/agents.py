@@ -136,8 +136,8 @@ class FunctionAgent:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._blocker: Json = {}
-        """Last report of the process: session and line of an agent that blocks its loop."""
+        self._blocker = dict[str, object]()
+        """Last report of the process: session and line of an agent that blocks its loop. Each process has its own."""
         self.reports: list[str] = []
         """Lines that have blocked the loop since the owner looked last."""
         self.num_running = 0
@@ -152,7 +152,7 @@ class FunctionAgent:
 
     async def ask(self, task: Json) -> Json:
         """Asks as `RemoteAgent.ask` does, and ends a process that is stuck. RuntimeError: the process keeps dying."""
-        process, self.num_running = self._process, self.num_running + 1
+        process, blocker, self.num_running = self._process, self._blocker, self.num_running + 1
         # The process may be long in coming to the task, and has the same clock.
         deadline_at = time.monotonic() + cast(float, task["deadline_s"])
         answer = asyncio.ensure_future(self._remote.ask({**task, "deadline_at": deadline_at}))
@@ -167,14 +167,17 @@ class FunctionAgent:
                     "The process of agent %s does not end a rollout at its deadline, and is ended", self.path
                 )
                 process.kill()
-            if self._blocker.get("session", task["base_url"]) != task["base_url"]:
-                raise AgentBlocked(f"another agent blocks its process: {self._blocker['place']}") from None
+            # Another rollout's deadline may have ended the process already: then its reports from before count.
+            blocker = self._blocker or blocker
+            if blocker.get("session", task["base_url"]) != task["base_url"]:
+                raise AgentBlocked(f"another agent blocks its process: {blocker['place']}") from None
             raise
         finally:
             answer.cancel()
             self.num_running -= 1
-        if reply.get("status") == BLOCKED and self._blocker.get("session") != task["base_url"]:
-            raise AgentBlocked(f"another agent has blocked its process: {self._blocker.get('place')}")
+        blocker = self._blocker or blocker
+        if reply.get("status") == BLOCKED and blocker.get("session") != task["base_url"]:
+            raise AgentBlocked(f"another agent has blocked its process: {blocker.get('place')}")
         return reply
 
     async def _read_reports(self, descriptor: int) -> None:
@@ -187,7 +190,7 @@ class FunctionAgent:
                     return
                 *lines, text = (text + part).split(b"\n")
                 for line in lines:
-                    self._blocker = json.loads(line)
+                    self._blocker.update(json.loads(line))
                     self.reports.append(str(self._blocker["place"]))
         finally:
             os.close(descriptor)

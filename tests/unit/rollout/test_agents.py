@@ -177,6 +177,30 @@ def test_an_agent_that_blocks_costs_no_other_rollout(
     assert "trial_agents.py:" in place and "in echo: time.sleep(1000)" in place
 
 
+def test_others_are_asked_again_though_they_learn_late_that_the_blocked_process_has_ended(
+    running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(runner, "_timeout_s", 8.0)
+    monkeypatch.setattr(remote_module, "GRACE_S", 1.0)
+    (agent,) = runner.agents["echo"]
+    assert isinstance(agent, FunctionAgent)
+    blocked, asked = agent._process, agent._remote.ask
+
+    async def ask(task: remote_module.Json) -> remote_module.Json:
+        try:
+            return await asked(task)
+        except TimeoutError:
+            while "patient" in str(task["row"]) and agent._process is blocked:
+                await asyncio.sleep(0.01)
+            raise
+
+    monkeypatch.setattr(agent._remote, "ask", ask)
+    hung, patient = run(running, runner, task("hang"), task("patient", 1))
+    assert (hung.verdict.status, patient.verdict.reward) == ("timeout", 0.75)
+    assert patient.verdict.metrics["lost_attempts"] == 1
+
+
 def test_a_function_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"write async def no_agent\(client, row\) -> float"):
         find_fitting("tests.unit.rollout.trial_agents:no_agent", AGENT)
