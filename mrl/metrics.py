@@ -143,17 +143,18 @@ def shown_on(line: str, metrics: Mapping[str, float]) -> str:
     )
 
 
-_COMPONENT = re.compile(r"rollout/[^/]+/reward_(?!std$)(.+)")
+_COMPONENT = re.compile(r"(rollout|val)/[^/]+/reward_(?!std$)(.+)")
 NUM_COMPONENTS = 4
 """Components of rewards that a console line has room for."""
 
 
-def shown_components(metrics: Mapping[str, float]) -> str:
-    """The mean of each component of the rewards, as in ` (near 0.33, length -0.01)`.
+def shown_components(metrics: Mapping[str, float], stage: str = "rollout") -> str:
+    """The mean of each component of the rewards of training or validation, as in ` (near 0.33, length -0.01)`.
 
     "" if there are none, too many, or two of one name, of different environments.
     """
-    parts = [(match[1], value) for name, value in metrics.items() if (match := _COMPONENT.fullmatch(name))]
+    matches = [(_COMPONENT.fullmatch(name), value) for name, value in metrics.items()]
+    parts = [(match[2], value) for match, value in matches if match and match[1] == stage]
     found = dict(parts)
     if not 0 < len(found) == len(parts) <= NUM_COMPONENTS:
         return ""

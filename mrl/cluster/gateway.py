@@ -368,10 +368,12 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
     def _say_waiting(self, index: int, waiting: Mapping[str, tuple[int, str]]) -> None:
         before = self._waits().keys()
         self._waiting[index] = dict(waiting)
-        limit = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)"
-        for name, (count, reason) in self._waits().items():
+        limit, now = f"each at most {rounded(self.config.env.agent_timeout_s)} s (env.agent_timeout_s)", self._waits()
+        for name, (count, reason) in now.items():
             if name not in before:
                 logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
+        for name in before - now.keys():
+            logger.info("No rollout waits for %s any more", name)
 
     def _launch(self, index: int) -> tuple[ActorHandle[GatewayActor], ray.ObjectRef[str]]:
         nodes = self.placement.first_slots
@@ -409,7 +411,8 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
         num_weight_versions=max(
             *(one.num_weight_versions for one in sequences), len({one.weight_version for one in sequences})
         ),
-        num_turns=sum(one.num_turns for one in sequences),
+        # One in which nothing was sampled has a stand-in.
+        num_turns=sum(one.num_turns for one in sequences if one.finish_reason != "abort"),
         finish_reason="length" if any(one.finish_reason == "length" for one in sequences) else first.finish_reason,
         further=tuple(dataclasses.replace(one, place=place) for place, one in enumerate(others, 1)),
     )

@@ -167,7 +167,8 @@ def end_of(train: Train, training: Training[Supplier], folder: RunFolder, budget
     except (SaveFailed, ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
         if isinstance(error, SaveFailed):
             note_traceback(error, actors, is_needed=False)
-        return FAILED, f"The attempt ended: {error}. Logs of the actors: {actors}. The same command resumes."
+        reason = str(error).removesuffix(".")
+        return FAILED, f"The attempt ended: {reason}. Logs of the actors: {actors}. The same command resumes."
     except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
         note_traceback(error, actors)
         advice = way_out(error, folder.path) if isinstance(error, OSError) or is_shortage(error) else ""

@@ -32,7 +32,7 @@ from mrl.loop.queue import Revive, RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, Step, Stopped, Training, is_save_step
 from mrl.loop.saving import open_saver
 from mrl.loop.signal_watch import NoSignal, SignalWatch
-from mrl.metrics import NO_SIGNAL_IN_A_ROW, NUM_JUDGED, over_judged
+from mrl.metrics import NO_SIGNAL_IN_A_ROW, NUM_JUDGED, over_judged, shown_components
 from mrl.store.about import about_refit
 from mrl.store.identity import Identity, conditions_of, identity_of, with_template_date
 from mrl.store.rollout_files import KEPT, KeptRollouts, drop_kept, sequences_of, with_payloads
@@ -201,7 +201,7 @@ class RolloutSupplier:
         what = "accuracy" if is_accuracy else "reward"
         mean = f"{what} {metrics.get('val/accuracy', 0.0):.3f} over {len(groups)} prompts"
         text = over_judged(mean, metrics[f"val/{NUM_JUDGED}"], metrics["val/num_samples"])
-        logger.info("[Validate] step %d: %s", state.step, text)
+        logger.info("[Validate] step %d: %s%s", state.step, text, shown_components(metrics, "val"))
         return metrics
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from conversion.progress import counter
 from mrl.config.load import load_config
+from mrl.metrics import shown_components
 from mrl.store.console import bar_progress, outlook, rollout_progress, step_header, step_lines
 
 # Tutorial 002's block, whose lines users grep.
@@ -47,6 +48,7 @@ def test_lines_leave_out_a_kl_that_nobody_computes_and_have_the_components_of_re
     lines = step_lines({**METRICS, **parts}, num_prompts=32, num_generations=16, has_kl=False)
     assert lines[1] == "[Reward]   mean=0.31, std=0.46, min=0.0, max=1.0 (near 0.33, length -0.01)"
     assert lines[2] == "[Train]    loss=0.042, grad_norm=1.23"
+    assert shown_components(parts | {"val/near/reward_near": 0.5}, "val") == " (near 0.50)"
     many = {f"rollout/near/reward_{name}": 0.0 for name in "abcde"}
     apart = {f"rollout/{name}/reward_near": 0.5 for name in "ab"}  # of two environments
     for unsaid in (many, apart):
