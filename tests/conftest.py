@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.long import record as records
-from tests.long.record import OUTCOMES, Row, record
+from tests.long.record import Row, record
 from tests.runner.progress import EventWriter
 from tests.waiting import PATIENCE
 
@@ -22,8 +22,7 @@ TEST_S = 1200.0 * PATIENCE
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 skipped: list[str] = []
-passed: list[tuple[str, float]] = []
-"""Node id and seconds."""
+passed: set[str] = set()
 attacks: dict[str, str] = {}
 """Node id -> group of docs/security.md."""
 # Not for the runs of pytest that tests start.
@@ -48,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before pytest-timeout looks. It ends tests that hang; marks give those of long parts more.
     if config.option.timeout is None:
         config.option.timeout = TEST_S
-    records.is_selection = bool(config.option.keyword) or any("::" in word for word in config.args)
+    records.is_part = bool(config.option.keyword) or any("::" in word for word in config.args)
     # Also for the processes that tests start: none of them may write into the user's home.
     folder = os.environ["MRL_CACHE"] = tempfile.mkdtemp(prefix="mrl-test-cache-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -79,7 +78,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         skipped.append(report.nodeid)
     if report.passed and report.when == "call":
-        passed.append((report.nodeid, report.duration))
+        passed.add(report.nodeid)
     if report.when == "call" or not report.passed:
         reason = (
             report.longrepr[2].removeprefix("Skipped: ")
@@ -94,22 +93,23 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         skipped.append(report.nodeid)
 
 
+def pytest_keyboard_interrupt() -> None:
+    # Fixtures, which end after this, would record the rows of the tests before.
+    records.is_part = True
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     part = session.config.getoption("--long")
-    if part in OUTCOMES and session.config.args == ["tests"] and session.exitstatus == pytest.ExitCode.OK:
-        outcomes: list[Row] = [
-            {"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed
-        ]
-        record(part, attack_rows() if part == "hostile" else outcomes)
+    if part == "hostile" and session.config.args == ["tests"] and session.exitstatus == pytest.ExitCode.OK:
+        record(part, attack_rows())
 
 
 def attack_rows() -> list[Row]:
     """Per group of attacks: how many there were, and how many were held off."""
-    held = {node_id for node_id, _ in passed}
     groups = sorted(set(attacks.values()))
-    counts = {group: [node_id in held for node_id, of in attacks.items() if of == group] for group in groups}
+    counts = {group: [node_id in passed for node_id, of in attacks.items() if of == group] for group in groups}
     return [{"attack": group, "tried": len(outcomes), "held": sum(outcomes)} for group, outcomes in counts.items()]
 
 

@@ -54,13 +54,6 @@ def fetch(folder: Path) -> Path:
     return folder
 
 
-def parity_table() -> tuple[str, str]:
-    """Name and command of the table of parity, of which each version has its own."""
-    if IS_NEWEST:
-        return "parity_megatron019", "pytest --long megatron019 tests/long/test_megatron_long.py -k parity"
-    return "parity", "pytest --long parity tests/stack/policy/test_parity_table.py"
-
-
 def environment(folder: Path) -> dict[str, str]:
     """Environment of a process, and of its children, that imports Megatron from `folder`."""
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a step in the driver of a large run, with real Ray and instant stand-ins: docs/data/driver.json.
 
-Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048 32768] [--processes 4] [--no-record]
+Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048] [--processes 4] [--no-record]
 
 Seconds are processor time of the driver's process: on a small host the stand-ins would count otherwise. A line through
 the measured numbers of ranks, by least squares, gives those of larger runs; that of 256 ranks is measured too, beside
@@ -165,7 +165,7 @@ def main() -> None:
     """Measures, prints, and writes."""
     parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 96, LARGE])
-    parser.add_argument("--rollouts", type=int, nargs="+", default=[2048, 32_768])
+    parser.add_argument("--rollouts", type=int, nargs="+", default=[2048])
     parser.add_argument("--processes", type=int, default=4)
     options = parser.parse_args()
     with hosts(options.processes) as processes:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Slurm of four nodes for all tests of this folder; how long each scenario of the long part took."""
+"""One Slurm of four nodes for all tests of this folder; each scenario of the long part prints how long it took."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,6 @@ import pytest
 
 from tests.cluster.jobs import model_and_data
 from tests.cluster.slurm import PACKAGES, SlurmBox, can_install, missing, slurm_box
-from tests.long.record import DATA_FOLDER, Row, commit, record
 
 Scenario = Callable[[str, str], AbstractContextManager[None]]
 """Times a `with` block: what happens, what is checked."""
@@ -37,21 +35,10 @@ def box(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 @pytest.fixture(scope="session")
 def scenario() -> Scenario:
-    file = DATA_FOLDER / "cluster.json"
-    # A scenario can be run alone: the others keep what was measured, and of which commit.
-    rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
-
     @contextmanager
     def timed(what: str, checked: str) -> Iterator[None]:
         since = time.monotonic()
         yield
-        measured: Row = {
-            "scenario": what,
-            "checked": checked,
-            "seconds": round(time.monotonic() - since),
-            "commit": commit(),
-        }
-        rows[:] = [row for row in rows if row["scenario"] != what] + [measured]
-        record("cluster", rows)
+        print(f"{what}: {checked}: {time.monotonic() - since:.0f} s")
 
     return timed

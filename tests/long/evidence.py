@@ -1,107 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
 """`scripts/test.sh --evidence [--list] [NAME=FOLDER...]`: records every table of docs/ at this commit, one by one.
 
-Each table is made by the command that its file names. A word in capitals there is a folder that this host must have:
-say RL=path/to/RL. What is recorded at this commit is skipped, so the command may be stopped at any moment, and goes on
-where it was. Tables of GPU hosts come from `scripts/gpu_check.sh`, and are left out. `--list` records nothing: it names
-what is left, and what is older than its code.
+A word in capitals of a command is a folder that this host must have: say RL=path/to/RL. What is recorded at this commit
+is skipped, so the command may be stopped at any moment, and goes on where it was. Tables of GPU hosts come from
+`scripts/gpu_check.sh`, and are left out. `--list` records nothing: it names what is left, and what is older than its
+code.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scripts.render_docs import main as render
 from tests.long.record import DATA_FOLDER, commit
 from tests.long.stale import stale_tables
 from tests.sources import ROOT
 
-PREFIXES = {"python": [sys.executable], "pytest": [sys.executable, "-m", "pytest"]}
 RUNNER = "bash scripts/test.sh"
-BENCH_LIMIT_S = 3600.0
+BENCH = "python -m scripts.bench."
+POINTS = f"{BENCH}plan_points tests/data/memory_points"
+STOP_S = 120.0
+"""Seconds that a stopped command gets to end its processes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Recorded files of one command, the minutes that it may take on two quiet cores, and what a user decides by it."""
+
+    command: str
+    minutes: int
+    decides: str
+    more: str = ""
+    """Name of a file, where the command does not end with it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files in docs/data."""
+        return self.more.split() or [self.command.split()[-1].removeprefix("scripts.bench.")]
+
+
+TABLES = (
+    Table(f"{POINTS}/points.json", 1, "is the plan right", "plan_points"),
+    Table(f"{POINTS}/later.json", 1, "is the plan right about runs that it has not seen", "plan_later"),
+    Table(f"{BENCH}convert", 4, "what a conversion costs beside a copy"),
+    Table(f"{BENCH}driver", 4, "does one driver hold 256 ranks"),
+    Table(f"{BENCH}gym_rewards", 5, "do verdicts equal those of NeMo Gym"),
+    Table(f"{BENCH}startup", 6, "how long a start takes"),
+    Table(f"{BENCH}engine", 6, "what the engine costs beside plain vLLM"),
+    Table(f"{BENCH}refit", 8, "what a verified refit costs beside a copy"),
+    Table(f"{BENCH}prefix", 8, "what shared prefixes save"),
+    Table(f"{RUNNER} --long hostile", 8, "which attacks are held"),
+    Table(f"{RUNNER} --long soak", 10, "what kills cost a run"),
+    Table(f"{BENCH}nemo_recipes RL", 12, "which of NeMo RL's files run", "nemo_recipes nemo_reasons"),
+    Table(f"{BENCH}step", 14, "what the loop costs beside its parts"),
+    Table(f"{BENCH}vs_trl", 16, "is a step as fast as TRL's"),
+    Table(f"{RUNNER} --long parity_table", 20, "does each feature of the policy compute what one rank does", "parity"),
+    Table(f"{RUNNER} --long witness", 22, "do engines compute what transformers does"),
+    Table(f"{RUNNER} --long algorithms", 32, "does each algorithm learn"),
+    Table(f"{RUNNER} --long learning", 40, "do runs learn, with every seed and from rewards alone"),
+)
+"""Short ones first: whoever stops early has most of them."""
 
 
 def words_of(command: str, folders: Mapping[str, str]) -> list[str]:
-    """The recorded command as words, with the folders of this host, without another project's commit it may name."""
-    command = re.sub(r" \(.*\)$|@\w+", "", command).replace(RUNNER, "python -m tests.runner")
-    first, *words = shlex.split(command)
-    return [*PREFIXES[first], *(folders.get(word, word) for word in words)]
+    """The words of a command, with the folders of this host."""
+    words = shlex.split(command.replace(RUNNER, "python -m tests.runner"))
+    return [sys.executable, *(folders.get(word, word) for word in words[1:])]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads the file of a table."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def is_recorded(path: Path, root: Path = ROOT) -> bool:
+    """Tells whether a file was recorded to its end at a commit that differs from this one in docs/ alone."""
+    if not path.exists():
+        return False
+    data = json.loads(path.read_text(encoding="utf-8"))
+    command = ["git", "diff", "--quiet", data["commit"], "HEAD", "--", ".", ":!docs"]
+    return "failed" not in data and not subprocess.run(command, cwd=root, capture_output=True, timeout=60).returncode
 
 
-def is_current(measured: str, root: Path = ROOT) -> bool:
-    """Tells whether a commit differs from this one in docs/ alone."""
-    command = ["git", "diff", "--quiet", measured, "HEAD", "--", ".", ":!docs"]
-    return not subprocess.run(command, cwd=root, capture_output=True, timeout=60).returncode
+def left(tables: Sequence[Table] = TABLES, folder: Path = DATA_FOLDER, root: Path = ROOT) -> list[Table]:
+    """Tables that are not recorded at this commit."""
+    return [table for table in tables if not all(is_recorded(folder / f"{name}.json", root) for name in table.names)]
 
 
-def left(folder: Path = DATA_FOLDER, root: Path = ROOT) -> dict[str, list[Path]]:
-    """Commands whose tables are not of this commit, with their files: benchmarks first, then by their last duration."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.json")):
-        data = read(path)
-        if not path.stem.startswith("gpu_") and not is_current(data["commit"], root):
-            found.setdefault(data["command"], []).append(path)
-    return dict(sorted(found.items(), key=lambda item: (item[0].startswith(RUNNER), last_seconds(item[1]) or 0)))
+def run(words: Sequence[str], root: Path = ROOT) -> int:
+    """Runs a command and returns its exit code; whoever stops this stops all its processes, and waits for their end."""
+    process = subprocess.Popen(words, cwd=root, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        # As Ctrl-C does: tests and runs end what they have started.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
 
 
-def last_seconds(paths: Iterable[Path]) -> int | None:
-    """Seconds that a command took when it last recorded these files; None where nobody has counted them."""
-    return max((seconds for path in paths if (seconds := _duration(read(path)))), default=None)
-
-
-def _duration(data: Mapping[str, Any]) -> int:
-    """Seconds of a table; of a long part, if its file does not say, those of its rows; 0 if unknown."""
-    rows = data["rows"] if data["command"].startswith(RUNNER) else []
-    return round(data.get("seconds", sum(row.get("seconds", 0) + 60 * row.get("minutes", 0) for row in rows)))
-
-
-def estimate(durations: Iterable[int | None]) -> str:
-    """A sentence on the time that commands of these last durations will take."""
-    durations = list(durations)
-    known = [seconds for seconds in durations if seconds is not None]
-    unknown = len(durations) - len(known)
-    more = f", and {unknown} whose time nobody has counted yet" if unknown else ""
-    return f"{len(durations)} commands are left: {sum(known) / 60:.0f} min by their last durations{more}."
-
-
-def record_tables(command: str, paths: Iterable[Path], folders: Mapping[str, str]) -> str:
-    """Runs a command and says what came of it; the duration goes into its files."""
-    words, started = words_of(command, folders), time.monotonic()
+def record_table(table: Table, folders: Mapping[str, str], folder: Path = DATA_FOLDER, root: Path = ROOT) -> str:
+    """Runs a table's command and says what came of it. A file of a command that failed says so, and is left."""
+    words, started = words_of(table.command, folders), time.monotonic()
     if lacking := [word for word in words if word.isupper()]:
         return f"NOT recorded; say {lacking[0]}=FOLDER"
-    limit = None if command.startswith(RUNNER) else BENCH_LIMIT_S
-    code = subprocess.run(words, cwd=ROOT, timeout=limit).returncode
-    seconds = round(time.monotonic() - started)
-    missing = [path.stem for path in paths if not is_current(read(path)["commit"])]
-    for path in paths:
-        if path.stem not in missing:
-            path.write_text(json.dumps(read(path) | {"seconds": seconds}, indent=1) + "\n", encoding="utf-8")
-    failed = f"FAILED with {code}; " if code else ""
-    return f"{failed}{f'NOT recorded: {missing}' if missing else 'recorded'} in {seconds / 60:.1f} min"
+    before = {name: _text(folder / f"{name}.json") for name in table.names}
+    code = run(words, root)
+    minutes = (time.monotonic() - started) / 60
+    missing = [name for name, text in before.items() if _text(folder / f"{name}.json") == text]
+    for path in (folder / f"{name}.json" for name in table.names if code and name not in missing):
+        data = json.loads(path.read_text(encoding="utf-8")) | {"failed": code}
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if code:
+        return f"FAILED with {code} after {minutes:.1f} min"
+    late = f", more than its {table.minutes} min" if minutes > table.minutes else ""
+    return f"NOT recorded: {', '.join(missing)}" if missing else f"recorded in {minutes:.1f} min{late}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main(given: list[str]) -> int:
     """Records what is left; 1 if something failed or lacks its folder."""
-    is_list = "--list" in given
     folders = dict(pair.split("=", 1) for pair in given if pair != "--list")
-    commands = left()
-    print(estimate(map(last_seconds, commands.values())), flush=True)
-    if is_list:
-        for command, paths in commands.items():
-            print(f"{command}: {', '.join(path.stem for path in paths)}")
+    tables = left()
+    print(f"{len(tables)} of {len(TABLES)} tables are left: {sum(table.minutes for table in tables)} min at most")
+    if "--list" in given:
+        for table in tables:
+            print(f"{table.minutes:3} min  {', '.join(table.names)}: {table.decides}\n         {table.command}")
         print("\nOlder than their code:", *(f"{part} {why}" for part, why in stale_tables().items()), sep="\n")
         return 0
     if commit().endswith("-dirty"):
@@ -109,10 +144,12 @@ def main(given: list[str]) -> int:
             "Files outside docs/ differ from the commit: commit them first, so that every table names what it was "
             "measured on."
         )
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     fates = []
-    for number, (command, paths) in enumerate(commands.items(), start=1):
-        fates.append(record_tables(command, paths, folders))
-        print(f"{number} of {len(commands)}: {', '.join(path.stem for path in paths)}: {fates[-1]}", flush=True)
+    for number, table in enumerate(tables, start=1):
+        print(f"{number} of {len(tables)}: {table.command}", flush=True)
+        fates.append(record_table(table, folders))
+        print(f"{number} of {len(tables)}: {', '.join(table.names)}: {fates[-1]}", flush=True)
         render()
     num_recorded = sum(fate.startswith("recorded") for fate in fates)
     print(f"{num_recorded} of {len(fates)} commands recorded their tables")

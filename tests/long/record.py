@@ -52,10 +52,6 @@ _MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "size",
 
 PATHS: dict[str, tuple[str, ...]] = {
     "algorithms": (*_LEARNS, *_TINY),
-    "cluster": (
-        "scripts/ray.sub",
-        *(f"mrl/cluster/{name}.py" for name in ("runtime", "nodes", "members", "refit", "engine_parts")),
-    ),
     "convert": _FILES,
     "engine": (
         "mrl/rollout/engine.py",
@@ -73,14 +69,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/cluster/tasks.py",
         "mrl/cluster/calls.py",
     ),
-    "faults": (
-        "mrl/train.py",
-        "mrl/shortage.py",
-        *(f"mrl/store/{name}.py" for name in ("checkpoints", "ledger", "resuming", "ownership")),
-        "mrl/loop/saving.py",
-    ),
     "gym_rewards": (*_GRADERS, *_MATH),
-    "hangs": ("mrl/spans.py", "mrl/cluster/hangs.py", "mrl/cluster/watchdog.py", "mrl/cluster/calls.py"),
     "hostile": (
         "mrl/envs/confine.py",
         "mrl/envs/sandbox.py",
@@ -90,11 +79,10 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/http_gate.py",
         "conversion/files",
     ),
-    "kills": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *_ROLLOUTS),
     "learning": (*_LEARNS, *_TINY, "configs/grpo_tiny_dense.yaml", "mrl/recipes/tiny_model.py"),
     "nemo_recipes": ("mrl/config", "mrl/nemo/dialect", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/nemo/dialect", "mrl/check.py"),
-    **dict.fromkeys(("parity", "parity_megatron019"), (*_MODEL, "conversion/families")),
+    "parity": (*_MODEL, "conversion/families"),
     "plan_later": _PEAKS,
     "plan_points": _PEAKS,
     "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
@@ -105,7 +93,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/data/prefixes.py",
         "mrl/data/planning.py",
     ),
-    "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
     "soak": (
         "mrl/train.py",
         "mrl/loop/saving.py",
@@ -125,13 +112,9 @@ PATHS: dict[str, tuple[str, ...]] = {
 old.
 """
 
-OUTCOMES = ("faults", "hangs", "hostile", "kills", "signals")
-"""Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
-
-
-is_selection = False
-"""True in a run of tests chosen by name, as with `-k`: a table of a part of its rows would take the place of
-the whole.
+is_part = False
+"""True in a run of tests that were chosen by name, as with `-k`, or that somebody has stopped: a table of a part of its
+rows would take the place of the whole.
 """
 
 
@@ -144,11 +127,11 @@ def record(
 ) -> None:
     """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what.
 
-    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was
+    In a run of a part of the tests it writes nothing. The commit is that of the start, when this module was
     imported; "-dirty" if files outside docs/ differed from it then or do now. `seconds` are those since the start.
     """
-    if is_selection and folder == DATA_FOLDER:
-        print(f"not recorded, as tests were chosen by name: {part}")
+    if is_part and folder == DATA_FOLDER:
+        print(f"not recorded, as only a part of its tests ran: {part}")
         return
     now = commit()
     data = {

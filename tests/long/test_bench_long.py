@@ -60,7 +60,7 @@ def test_the_engine_is_nearly_as_fast_as_plain_vllm():
 def test_a_step_of_a_model_whose_arithmetic_dominates_is_not_slower_than_trls_best():
     rows = bench("vs_trl")
     assert {(row["model"], row["policy ranks"], row["new tokens"]) for row in rows} == {
-        *(("0.4 M", num_ranks, length) for num_ranks in (1, 4) for length in (3, 64)),
+        *(("0.4 M", num_ranks, 3) for num_ranks in (1, 4)),
         ("20 M", 1, 256),
     }
     targeted = [row for row in rows if row["at least"] is not None]

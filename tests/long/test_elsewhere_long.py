@@ -44,7 +44,7 @@ PLACES = {
 }
 
 
-@pytest.mark.long("soak")
+@pytest.mark.long("elsewhere")
 @pytest.mark.timeout(20 * HANG_S)
 def test_each_attempt_is_elsewhere_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, before = tmp_path / "run", dict[str, int | str]()

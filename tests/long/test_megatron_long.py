@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts "megatron019" and "megatron016": tables of newer Pythons' megatron-core; suites of the older one.
+"""Parts "megatron019" and "megatron016": more tests of newer Pythons' megatron-core; suites of the older one.
 
-CI runs the policy and the stack on the newer one. Each version reads the other's checkpoints.
+CI runs the policy and the stack on the newer one, which has the table of parity. Each version reads the other's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 OLDER = {
     "policy": ["tests/stack/policy", "tests/stack/test_library_fields.py", "tests/stack/test_cpu_hosts_page.py"],
+    "parity": ["tests/stack/policy/test_parity_table.py", "--long", "parity_table"],
     "loop": ["tests/stack/loop", "tests/stack/pipeline", "tests/stack/refit"],
 }
 NEWER = {

@@ -223,7 +223,7 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
     rows.append(row)
 
 
-@pytest.mark.long("soak")
+@pytest.mark.long("elsewhere")
 @pytest.mark.timeout(20 * HANG_S)
 @pytest.mark.parametrize(("kept_gb", "num_kept"), [(0, 0), (16, 4)])
 def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_has_other_engines_and_ranks(

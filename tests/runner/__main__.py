@@ -64,7 +64,7 @@ LIGHT = ("unit", "config", "entries", "types", "proof", "hostile", "browser", "s
 """Parts of few processes at a time, and little memory; the others are heavy."""
 NEWCOMER_ONLY = ("smoke",)
 """Parts of which the full run has other tests for each claim."""
-ON_NEWEST = ("stack", "policy", "smoke")
+ON_NEWEST = ("stack", "policy", "smoke", "parity_table")
 """Parts that run the megatron-core of GPU hosts, which pip does not install on the Python of the suites."""
 
 

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +19,17 @@ from mrl.exit_codes import CODES, FAILED
 from mrl.ops.manual import all_manuals
 from mrl.signals import ENDED_EARLY
 from scripts.render_docs import DOCS, parts_of, render_page, render_part, targets
-from tests.long.evidence import estimate, last_seconds, left, words_of
-from tests.long.record import OUTCOMES, PATHS, Row, record
+from tests.long.evidence import BENCH, TABLES, Table, left, record_table, words_of
+from tests.long.record import PATHS, Row, record
 from tests.long.stale import stale_tables
+from tests.runner.__main__ import long_parts
 from tests.sources import ROOT
 
 PAGES = sorted(DOCS.rglob("*.md"))
 MAX_TABLES = 25
 """Recorded ones: those by which a user decides."""
+MAX_MINUTES = 240
+"""Recording all tables of CPU hosts, on two quiet cores."""
 
 
 def test_pages_show_what_was_measured():
@@ -144,16 +146,14 @@ def test_a_table_says_which_targets_it_misses():
     )
 
 
-def test_parts_of_tests_and_checks_are_summed_up_in_one_table(tmp_path: Path):
-    passed = [{"passed": "test_a", "seconds": 3}, {"passed": "test_b", "seconds": 4}]
+def test_gpu_checks_are_summed_up_in_one_table(tmp_path: Path):
     check = [{"result": "passed", "GPU": "A GPU", "torch": "2"}, {"result": "passed", "GPU": "A GPU", "torch": "2"}]
-    for name, rows in {"kills": passed, "hangs": passed[:1], "gpu_ipc": check, "gpu_walk": check}.items():
+    for name, rows in {"gpu_ipc": check, "gpu_walk": check}.items():
         data = {"commit": "abc", "command": "c", "host": HOST, "date": "2026-01-31", "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     measured = "2026-01-31, commit `abc`, A CPU, 2 cores, 24 GiB |"
-    page = "<!-- data: kills,hangs -->\n<!-- end of data -->\n<!-- data: gpu_ipc,gpu_walk -->\n<!-- end of data -->\n"
+    page = "<!-- data: gpu_ipc,gpu_walk -->\n<!-- end of data -->\n"
     lines = render_page(page, tmp_path).splitlines()
-    assert f"| kills | 2 | 7 | {measured}" in lines and f"| hangs | 1 | 3 | {measured}" in lines
     assert (
         f"| `ipc` | passed | A GPU | 2 | {measured}" in lines and f"| `walk` | passed | A GPU | 2 | {measured}" in lines
     )
@@ -170,8 +170,8 @@ def test_what_a_part_records_can_be_rendered(tmp_path: Path):
 
 
 def test_every_part_names_the_product_files_that_it_measures():
-    written = {path.stem for path in (DOCS / "data").glob("*.json")} | set(OUTCOMES)
-    assert {part for part in written if not part.startswith("gpu_")} == PATHS.keys()
+    written = {path.stem for path in (DOCS / "data").glob("*.json") if not path.stem.startswith("gpu_")}
+    assert written == PATHS.keys() == {name for table in TABLES for name in table.names}
     assert [path for paths in PATHS.values() for path in paths if not (ROOT / path).exists()] == []
 
 
@@ -186,34 +186,50 @@ def git_in(folder: Path) -> Callable[..., str]:
     return git
 
 
-def test_evidence_skips_what_is_recorded_at_this_commit(tmp_path: Path):
+def test_all_tables_are_recorded_in_time():
+    assert sum(table.minutes for table in TABLES) <= 0.92 * MAX_MINUTES
+    parts = [table.command.split()[-1] for table in TABLES if not table.command.startswith("python")]
+    assert set(parts) <= set(long_parts())
+    modules = [table.command.split()[2] for table in TABLES if table.command.startswith(BENCH)]
+    assert all((ROOT / f"{name.replace('.', '/')}.py").exists() for name in modules)
+
+
+RECORDS = """import json, pathlib, subprocess, sys
+hash = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+pathlib.Path("docs", sys.argv[1] + ".json").write_text(json.dumps({"commit": hash, "rows": []}))
+sys.exit(sys.argv[1] == "broken")
+"""
+
+
+def test_evidence_records_what_is_not_of_this_commit_or_has_failed(tmp_path: Path):
     git, data = git_in(tmp_path), tmp_path / "docs"
     data.mkdir()
+    (tmp_path / "tables.py").write_text(RECORDS)
+    (tmp_path / "a.py").write_text("1")
+    git("add", "tables.py", "a.py")
+    git("commit", "--quiet", "--message", "first")
+    whole, broken = (Table(f"python tables.py {name}", 1, "") for name in ("whole", "broken"))
+    idle, lacking = Table("python -c 0", 1, "", "idle"), Table("python tables.py RL", 1, "", "lacking")
+    tables = (whole, broken, idle, lacking)
 
-    def commit(name: str) -> str:
-        (tmp_path / name).write_text(f"{time.monotonic_ns()}")
-        git("add", name)
-        git("commit", "--quiet", "--message", name)
-        return git("rev-parse", "--short=10", "HEAD")
+    def fates() -> dict[str, str]:
+        return {table.names[0]: record_table(table, {}, data, tmp_path) for table in left(tables, data, tmp_path)}
 
-    def measured(name: str, at: str, **more: object) -> None:
-        (data / f"{name}.json").write_text(
-            json.dumps({"commit": at, "command": f"python -m {name}", "rows": []} | more)
-        )
-
-    first, second = commit("a.py"), commit("b.py")
-    commit("docs/page.md")
-    measured("old", first, seconds=90)
-    measured("new", second, seconds=30)
-    long = "bash scripts/test.sh --long dirty"
-    measured("dirty", f"{second}-dirty", command=long, rows=[{"minutes": 2.5}, {"minutes": 1.0}])
-    measured("gpu_ipc", first)
-    found = left(data, tmp_path)
-    assert found == {"python -m old": [data / "old.json"], long: [data / "dirty.json"]}
-    assert [last_seconds(paths) for paths in found.values()] == [90, 210]
-    assert estimate([90, 210, None]) == (
-        "3 commands are left: 5 min by their last durations, and 1 whose time nobody has counted yet."
-    )
+    assert left(tables, data, tmp_path) == [*tables]
+    assert {name: fate.split(" after")[0] for name, fate in fates().items()} == {
+        "whole": "recorded in 0.0 min",
+        "broken": "FAILED with 1",
+        "idle": "NOT recorded: idle",
+        "lacking": "NOT recorded; say RL=FOLDER",
+    }
+    # A page is no reason to measure again; code is.
+    (data / "page.md").write_text("1")
+    git("add", "docs")
+    git("commit", "--quiet", "--message", "pages")
+    assert left(tables, data, tmp_path) == [broken, idle, lacking]
+    (tmp_path / "a.py").write_text("2")
+    git("commit", "--quiet", "--all", "--message", "code")
+    assert left(tables, data, tmp_path) == [*tables]
 
 
 def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
@@ -240,16 +256,14 @@ def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("recorded", "words"),
+    ("command", "words"),
     [
-        ("bash scripts/test.sh --long parity", ["-m", "tests.runner", "--long", "parity"]),
-        ("pytest --long parity tests/x.py", ["-m", "pytest", "--long", "parity", "tests/x.py"]),
-        ("python -m scripts.bench.nemo_recipes RL@7ea279abfb", ["-m", "scripts.bench.nemo_recipes", "/rl"]),
-        ("python -m scripts.bench.speed MODEL (RL 7ea279abfb)", ["-m", "scripts.bench.speed", "MODEL"]),
+        ("bash scripts/test.sh --long soak", ["-m", "tests.runner", "--long", "soak"]),
+        ("python -m scripts.bench.nemo_recipes RL", ["-m", "scripts.bench.nemo_recipes", "/rl"]),
     ],
 )
-def test_a_recorded_command_is_run_again_with_the_folders_of_this_host(recorded: str, words: list[str]):
-    assert words_of(recorded, {"RL": "/rl"}) == [sys.executable, *words]
+def test_a_command_is_run_with_the_folders_of_this_host(command: str, words: list[str]):
+    assert words_of(command, {"RL": "/rl"}) == [sys.executable, *words]
 
 
 def commands_of(text: str) -> list[list[str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy feature against a plain one-rank computation: docs/measured/parity.md. All cells: long part "parity"."""
+"""Every policy feature against a plain one-rank computation: docs/measured/parity.md. All: long part "parity_table"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.long.record import Row, record
-from tests.megatron import parity_table
+from tests.megatron import IS_NEWEST
 from tests.stack.policy.parity import Errors, Result, distance, loss_errors, measure, run_config, save_example
 from tests.stack.policy.parity_cells import CELLS, IN_CI, IN_TINY, ONE_RANK, PLAIN, Feature, Settings
 from tests.stack.ranks import RankPool
@@ -61,12 +61,11 @@ def rows() -> Iterator[list[Row]]:
     """Measurements of the long part; kept also if they miss the requirement."""
     measured: list[Row] = []
     yield measured
-    if measured:
-        name, command = parity_table()
-        record(name, measured, command=command)
+    if measured and IS_NEWEST:
+        record("parity", measured, command="bash scripts/test.sh --long parity_table")
 
 
-@pytest.mark.long("parity")
+@pytest.mark.long("parity_table")
 @pytest.mark.parametrize(("model_type", "feature"), CELLS, ids=str)
 def test_every_feature_computes_what_one_plain_rank_does(
     compare: Run, rows: list[Row], model_type: str, feature: Feature

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family on real engines: refit zero, other weights, transformers' logprobs. All layouts: long part "witness"."""
+"""Every family on real engines: refit zero, other weights, transformers' logprobs; more in parts witness, layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conversion.families.common import VllmParallel
 from tests.long.record import Row, record
 from tests.rollouts import StartEngine, random_requests
 from tests.stack.rollout.trainer import SINGLE
-from tests.stack.rollout.witness import EP2, GENERATING, MATRIX, TP2, witness
+from tests.stack.rollout.witness import EP2, GENERATING, MATRIX, RECORDED, TP2, Witness, witness
 
 # A start of two workers takes most of the time: one with each kind of layer. test_loaders.py has every worker of every
 # layout.
@@ -44,15 +44,21 @@ def rows() -> Iterator[list[Row]]:
         record("witness", measured)
 
 
+@pytest.mark.long("layouts")
+@pytest.mark.parametrize(("model_type", "parallel"), [each for each in MATRIX if each not in RECORDED], ids=label)
+def test_witness_of_more_layouts(
+    start_engine: StartEngine, tmp_path: Path, model_type: str, parallel: VllmParallel
+) -> None:
+    long_witness(start_engine, tmp_path, model_type, parallel)
+
+
 @pytest.mark.long("witness")
-@pytest.mark.parametrize(("model_type", "parallel"), MATRIX, ids=label)
+@pytest.mark.parametrize(("model_type", "parallel"), RECORDED, ids=label)
 def test_witness_of_all(
     start_engine: StartEngine, tmp_path: Path, rows: list[Row], model_type: str, parallel: VllmParallel
 ) -> None:
     started = time.monotonic()
-    seen = witness(
-        start_engine, tmp_path, model_type, parallel, random_requests(96, lengths=(3, 120), max_new_tokens=24)
-    )
+    seen = long_witness(start_engine, tmp_path, model_type, parallel)
     rows.append(
         dict(
             model_type=model_type,
@@ -69,6 +75,13 @@ def test_witness_of_all(
             seconds=round(time.monotonic() - started, 1),
         )
     )
+
+
+def long_witness(start_engine: StartEngine, folder: Path, model_type: str, parallel: VllmParallel) -> Witness:
+    """Shows a family in a layout over at least 2,000 tokens."""
+    requests = random_requests(96, lengths=(3, 120), max_new_tokens=24)
+    seen = witness(start_engine, folder, model_type, parallel, requests)
     print(seen)
     assert seen.changed_by_zero == []
     seen.parity.check(min_tokens=2000)
+    return seen

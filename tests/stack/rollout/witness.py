@@ -29,6 +29,12 @@ MATRIX = [
 # The hybrid model's second stage would have no attention.
 MATRIX += [(name, PP2) for name in GENERATING if name != "nemotron_h"] + [("qwen3", VllmParallel(tp=2, pp=2))]
 """Every family with every layout of engines that two cores can run."""
+_TURNS = {name: (TP2, EP2, GROUPS, PP2) if name in WITH_EXPERTS else (TP2, PP2) for name in GENERATING}
+RECORDED = [(name, SINGLE) for name in GENERATING] + [
+    (name, _TURNS[name][index % len(_TURNS[name])] if name != "nemotron_h" else EP2)
+    for index, name in enumerate(GENERATING)
+]
+"""Rows of the table: every family on one worker, and on two in one of the layouts."""
 
 # Prompts of the tests are shorter, all of them together are longer.
 CHUNK_TOKENS = 128
