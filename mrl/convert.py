@@ -23,6 +23,7 @@ from conversion.convert import (
 from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
+from mrl.config.command_line import number
 from mrl.config.model import model_folder
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, spell_bytes
@@ -167,9 +168,9 @@ def _report(lines: Iterable[str], if_none: str) -> int:
         counts[complaint] += 1
         if counts[complaint] <= MAX_ALIKE:
             logger.info("%s", line)
-    for complaint, number in counts.items():
-        if number > MAX_ALIKE:
-            logger.info("and %d more: %s", number - MAX_ALIKE, complaint)
+    for complaint, count in counts.items():
+        if count > MAX_ALIKE:
+            logger.info("and %d more: %s", count - MAX_ALIKE, complaint)
     if not counts:
         logger.info("%s", if_none)
     return min(len(counts), 1)
@@ -188,14 +189,17 @@ def _parser() -> argparse.ArgumentParser:
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         to_mcore.add_argument(
             f"--{axis}",
-            type=_positive,
+            type=number(int, least=1),
             default=1,
             help=f"{what} parallel size of the ranks that each get a file of their own (default: 1)",
         )
     for stage in ("first", "last"):
         option = f"--num-layers-in-{stage}-pipeline-stage"
         to_mcore.add_argument(
-            option, type=_positive, metavar="N", help=f"layers of the {stage} stage (default: as many as the others)"
+            option,
+            type=number(int, least=1),
+            metavar="N",
+            help=f"layers of the {stage} stage (default: as many as the others)",
         )
     to_hf = commands.add_parser(
         _TO_HF, help="a Megatron torch_dist checkpoint to a Hugging Face folder, adapters merged"
@@ -233,18 +237,13 @@ def _parser() -> argparse.ArgumentParser:
     clean = cache_commands.add_parser(
         "gc", help="remove what killed processes left, and entries as asked for, but none that is in use"
     )
-    clean.add_argument("--older-than", type=float, metavar="DAYS", help="entries that were not used for so long")
+    clean.add_argument(
+        "--older-than", type=number(float, least=0), metavar="DAYS", help="entries that were not used for so long"
+    )
     clean.add_argument(
         "--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB"
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def size_in_bytes(text: str, *, option: str = "--max-shard-size") -> int:

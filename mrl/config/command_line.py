@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -27,3 +29,19 @@ def needed_config(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     if name is None:
         parser.error("which config? Its file, or the name of a packaged one, is the first word, e.g. grpo_tiny.yaml")
     return name, overrides
+
+
+def number(kind: Callable[[str], float], *, least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A `type` of argparse: an option's `int` or `float`, from `least` to `most`."""
+    limits = f"from {least} to {most}" if most < math.inf else f"of {least} or more"
+    rule = f"is no {'whole ' if kind is int else ''}number {limits}"
+
+    def read(text: str) -> float:
+        try:
+            if least <= (value := kind(text)) <= most and abs(value) < math.inf:
+                return value
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} {rule}") from error
+        raise argparse.ArgumentTypeError(f"{text} {rule}")
+
+    return read

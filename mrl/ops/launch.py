@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mrl import env
 from mrl.check import examine
-from mrl.config.command_line import add_config, needed_config
+from mrl.config.command_line import add_config, needed_config, number
 from mrl.config.files import find_config
 from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.model import with_cached_folders
@@ -366,15 +366,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     on_kubernetes.add_argument("--mount", default="/shared", help="where it is mounted (default: %(default)s)")
     on_kubernetes.add_argument("--instance-type", help="only nodes of this type, e.g. p4d.24xlarge")
-    on_kubernetes.add_argument("--efa", type=int, default=0, help="EFA devices of a node, e.g. 4 on p4d, 32 on p5")
+    on_kubernetes.add_argument(
+        "--efa", type=number(int, least=0), default=0, help="EFA devices of a node, e.g. 4 on p4d, 32 on p5"
+    )
     on_kubernetes.add_argument(
         "--host-network", action="store_true", help="use the nodes' network, as cards with RDMA need; --efa does"
     )
-    on_kubernetes.add_argument("--cpus", type=int, default=48)
+    on_kubernetes.add_argument("--cpus", type=number(int, least=1), default=48)
     on_kubernetes.add_argument("--memory", default="384Gi")
     on_kubernetes.add_argument("--shm", default="128Gi", help="size of /dev/shm (default: %(default)s)")
     on_kubernetes.add_argument(
-        "--grader-cpus", type=int, default=16, help="of each pod of env.placement (default: %(default)s)"
+        "--grader-cpus",
+        type=number(int, least=1),
+        default=16,
+        help="of each pod of env.placement (default: %(default)s)",
     )
     on_kubernetes.add_argument("--grader-memory", default="64Gi", help="of each of them (default: %(default)s)")
 
@@ -387,9 +392,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     waiting.add_argument("--nodes", required=True, help="their names, with commas between them")
     waiting.add_argument(
-        "--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs"
+        "--units",
+        type=number(int, least=1),
+        required=True,
+        help="slots of all of them: GPUs, or policy ranks on hosts without GPUs",
     )
-    waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS")
+    waiting.add_argument("--timeout", type=number(float, least=0), default=1800.0, metavar="SECONDS")
     waiting.set_defaults(run=wait, of_others="")
     options, behind = parser.parse_known_args(arguments)
     if wrong := [word for word in behind if word.startswith("-") or "words" not in options]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
-from mrl.config.command_line import add_config, needed_config
+from mrl.config.command_line import add_config, needed_config, number
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
@@ -51,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--mean-tokens",
-        type=float,
+        type=number(float, least=1),
         help="tokens of a mean rollout with its prompt, for the times (default: half the longest)",
     )
-    parser.add_argument("--node-memory", type=float, metavar="GIB", help="host memory of a node, to compare with")
+    parser.add_argument(
+        "--node-memory", type=number(float, least=1), metavar="GIB", help="host memory of a node, to compare with"
+    )
     parser.add_argument("--search", action="store_true", help="rank all layouts of trainer and engines on these GPUs")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl.config.command_line import number
 from mrl.config.secrets import start_logging
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.disk import way_out
@@ -26,7 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiny.add_argument(
             "--out", type=Path, default=Path("prepared", kind), help="folder to write (default: %(default)s)"
         )
-        tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
+        tiny.add_argument(
+            "--seed",
+            type=number(int, least=0, most=2**63 - 1),
+            default=0,
+            help="of the splits and the warm start (default: %(default)s)",
+        )
     nano3 = kinds.add_parser(
         "nano3", help="the Nemotron-3-Nano RL blend, its placeholders filled in from the data sets that they stand for"
     )
@@ -40,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     nano3.add_argument("--out", type=Path, required=True, help="folder for train-split.jsonl and val-split.jsonl")
     nano3.add_argument(
-        "--validation-rows", type=int, default=1000, help="last rows of the blend, held out (default: %(default)s)"
+        "--validation-rows",
+        type=number(int, least=0),
+        default=1000,
+        help="last rows of the blend, held out (default: %(default)s)",
     )
     verify = kinds.add_parser(
         "verify", help="say whether downloaded models and prepared data are whole, and disks large enough"
@@ -50,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--data", type=Path, nargs="*", default=[], metavar="DIR", help="folders that `nano3` has written"
     )
     verify.add_argument("--disk", type=Path, nargs="*", default=[], metavar="DIR", help="folders whose disks need room")
-    verify.add_argument("--min-free-gb", type=float, default=200, help="of room on each of them (default: %(default)s)")
+    verify.add_argument(
+        "--min-free-gb", type=number(float, least=0), default=200, help="of room on each of them (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     start_logging()
     try:

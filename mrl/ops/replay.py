@@ -23,6 +23,7 @@ import numpy as np
 
 from mrl import barred
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.config.command_line import number
 from mrl.config.load import load_config
 from mrl.config.overrides import quoted
 from mrl.config.secrets import start_logging
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="mrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="checkpointing.checkpoint_dir of the run")
-    parser.add_argument("--step", type=int, required=True, help="the step to make again")
+    parser.add_argument("--step", type=number(int, least=1), required=True, help="the step to make again")
     parser.add_argument(
         "--into",
         type=Path,

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
+from mrl.config.command_line import number
 from mrl.config.secrets import start_logging
 from mrl.ops.view.dumps import list_dumps, read_dump, read_evaluations
 from mrl.ops.view.page import compressed, data_of, page
@@ -123,7 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are laid over each other"
     )
     parser.add_argument(
-        "--port", type=int, default=8777, help="of 127.0.0.1; 0 takes a free one (default: %(default)s)"
+        "--port",
+        type=number(int, least=0, most=65535),
+        default=8777,
+        help="of 127.0.0.1; 0 takes a free one (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     start_logging()
