@@ -198,6 +198,8 @@ def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str
 
     def fast() -> dict[str, str] | None:
         sets = config.data.train_sets
+        if any(problem.kind == "refused" for problem in look.problems):
+            return None  # bad rows would be refused again
         if not all(is_here(dataset, setting=key) for key, dataset in sets.items()):
             return None
         files = [

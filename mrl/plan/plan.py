@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from conversion.schedule import Link
 from mrl.config.errors import Problem
 from mrl.config.model import model_folder, with_value
-from mrl.config.rules.checks import find_problems
+from mrl.config.rules.checks import describe_demand, find_problems
 from mrl.config.schema.run import RunConfig
-from mrl.config.texts import counted, rounded, spell_bytes
+from mrl.config.texts import rounded, spell_bytes
 from mrl.phases import Phase
 from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.facts import IMBALANCE, PlanModel, computed_tokens, read_model
@@ -261,11 +261,7 @@ def describe(plan: Plan) -> list[str]:
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
     lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
     saved, (disk, kept) = sum(saved_bytes(config, plan.model).values()), disk_bytes(config, plan.model)
-    needed = (
-        f"{counted(kept or 1, 'checkpoint')} of {spell_bytes(saved)} and one being written need {spell_bytes(disk)}"
-    )
-    further = f", each later one {spell_bytes(saved)} more (all are kept)" if kept is None else ""
-    checkpoints = needed + further if config.checkpointing.enabled else "no checkpoints"
+    checkpoints = describe_demand(kept, saved, disk) if config.checkpointing.enabled else "no checkpoints"
     lines.append(f"Disk: {checkpoints}; the cache of converted models {spell_bytes(cache_bytes(plan.model))}")
     if plan.refit:
         moved = plan.refit.link_bytes

@@ -227,6 +227,10 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Pa
     assert refused == said_by_the_start("data.train.data_path=rows.jsonl") and refused[0].startswith(
         "data.train: the run resumes at step 5"
     )
+    with Path("rows.jsonl").open("a") as rows:
+        rows.write('{"question": }\n{"q": "1"}\n')
+    (refused,) = look("data.train.data_path=rows.jsonl")[0]  # not once more by the comparison with the run
+    assert "rows.jsonl has 2 bad rows; " in refused
     assert look("sft.seed=7")[0] == said_by_the_start("sft.seed=7")
     ppo = check.examine("ppo_tiny.yaml", ["checkpointing.checkpoint_dir=run"])
     assert any("holds no critic, and a run of algorithm=ppo resumes" in str(line) for line in ppo.refused)

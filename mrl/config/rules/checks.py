@@ -119,7 +119,8 @@ _BESIDE_BYTES = 2_500_000
 class CheckpointDemand:
     """The disk space that the checkpoints of a run need and have."""
 
-    num_kept: int
+    num_kept: int | None
+    """None if all are kept."""
     checkpoint_bytes: int
     needed_bytes: int
     """Bytes of the checkpoints still to be written and kept, and of one written aside."""
@@ -127,10 +128,15 @@ class CheckpointDemand:
 
     @property
     def text(self) -> str:
-        return (
-            f"{counted(self.num_kept, 'checkpoint')} of {spell_bytes(self.checkpoint_bytes)} and one being written "
-            f"need {spell_bytes(self.needed_bytes)} more, {spell_bytes(self.free_bytes)} are free"
-        )
+        demand = describe_demand(self.num_kept, self.checkpoint_bytes, self.needed_bytes)
+        return f"{demand}; {spell_bytes(self.free_bytes)} are free"
+
+
+def describe_demand(num_kept: int | None, each: float, needed: float) -> str:
+    """Says how many bytes checkpoints of `each` still need: `num_kept`, None = all of the run, and one aside."""
+    further = f", each later one {spell_bytes(each)} (all are kept)" if num_kept is None else ""
+    first = f"{counted(num_kept or 1, 'checkpoint')} of {spell_bytes(each)} and one being written"
+    return f"{first} need {spell_bytes(needed)} more{further}"
 
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
@@ -141,8 +147,8 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
             sizes["critic"] = read_model(Path(config.value.model_name)).num_parameters
     each = sum(checkpoint_bytes(config, sizes).values()) + _BESIDE_BYTES
     num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
-    num_kept = num_kept_at_most(config) or 1
-    needed = each * (max(0, num_kept - num_present) + 1)
+    num_kept = num_kept_at_most(config)
+    needed = each * (max(0, (num_kept or 1) - num_present) + 1)
     return CheckpointDemand(num_kept, each, needed, shutil.disk_usage(existing_parent(section.checkpoint_dir)).free)
 
 

@@ -291,6 +291,8 @@ def _check_dataset(
         if name is not None:
             rule = f"{problem.key} is required: mrl knows the keys of dataset_name={name}, and no place of its rows"
             problem = replace(problem, rule=rule)
+        if key == "data.validation":
+            problem = replace(problem, way_out=f"{problem.way_out}, or data.validation=null for a run without")
         # A file that writes null leaves the path to its launcher, as it does the model.
         is_left = not origins.get(problem.key, COMMAND_LINE).startswith(COMMAND_LINE)
         problems.extend([replace(problem, kind="to be provided") if is_left else problem])

@@ -71,7 +71,7 @@ class SinkThread:
                 self.num_lost += len(self._records)
             self._warn("a call of its library takes too long")
         if self.num_lost:
-            logger.warning("Records lost by %s: %d; metrics.jsonl is written apart from it", self._title, self.num_lost)
+            logger.warning("Records lost by %s, which metrics.jsonl is apart from: %d", self._title, self.num_lost)
 
     def _work(self) -> None:
         self._open()

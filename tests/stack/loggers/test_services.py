@@ -132,7 +132,7 @@ def test_a_server_that_never_answers_costs_records_and_no_time(
     assert (
         failure.startswith("MLflow fails, and the run goes on without it: MlflowException:") and SECRET not in failure
     )
-    assert lost == "Records lost by MLflow: 5; metrics.jsonl is written apart from it"
+    assert lost == "Records lost by MLflow, which metrics.jsonl is apart from: 5"
 
 
 def test_without_a_key_wandb_and_swanlab_keep_files_to_be_sent_later(

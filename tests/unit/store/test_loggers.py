@@ -147,7 +147,7 @@ def test_a_logger_that_fails_costs_its_records_and_one_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2 and "hunter2" not in caplog.text
     assert warnings[0].startswith("TensorBoard fails, and the run goes on without it: SystemExit:")
-    assert warnings[1].startswith("Records lost by TensorBoard: 3;")
+    assert warnings[1].startswith("Records lost by TensorBoard, which metrics.jsonl is apart from: 3")
 
 
 def test_a_logger_that_hangs_costs_its_records_and_no_time(

@@ -168,6 +168,7 @@ TENSOR=1 & SEQUENCE=false & PIPELINE=1 & CONTEXT=8 & EXPERT=1 & SLOTS=8 -> fine
 data.train.dataset_name=OpenMath -> no such data set is known; use one of
 data.default.dataset_name=OpenMath -> no such data set is known
 data.train.data_path=null => data.train.data_path is required -> has no default; set it in the config file or as data.
+data.validation.data_path=null => data.validation.data_path is required -> set it in the config file or as data.validation.data_path=VALUE, or data.validation=null for a run without
 data.train.data_path=no/such/file -> no such file or folder in -> correct the path: it names a .jsonl, .json, .parquet
 data.default.processor=vlm_hf_data_processor -> this config trains on images
 data.validation.processor=mine -> no such processor
