@@ -149,7 +149,7 @@ def engine_adapter_family(family: Family, held: HeldAdapters) -> Family:
 
 
 def held_apart(family: Family, hf_config: HfConfig, layers: Sequence[str]) -> list[str]:
-    """Returns the layers whose adapters engines cannot hold beside the weights, and take only merged."""
+    """The layers whose adapters engines cannot hold beside the weights, and take only merged."""
     if hf_config.get("model_type") not in HOLDING_FAMILIES:
         return list(layers)
     rules = _linear_rules(family.model(hf_config, None))

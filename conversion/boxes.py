@@ -102,7 +102,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def place(box: Box, inside: Box, local: Box) -> Box:
-    """Returns the indices of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
+    """The indices of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
     extra = len(local) - len(inside)
     moved = tuple(
         (start - low + base, stop - low + base)
@@ -150,7 +150,7 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """Returns the rest of `box` outside `parts`, as disjoint boxes."""
+    """The rest of `box` outside `parts`, as disjoint boxes."""
     rest = [box]
     for part in parts:
         rest = [left for whole in rest for left in subtract(whole, part)]

@@ -102,7 +102,7 @@ def cached_mcore(hf: Path, root: Path, *, parallel: MegatronParallel = ONE_FILE,
 def mcore_in_use(
     hf: Path, root: Path, *, parallel: MegatronParallel = ONE_FILE, build: Build | None = None
 ) -> Iterator[Path]:
-    """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block."""
+    """`cached_mcore`, with a lease: no gc removes the entry in the `with` block."""
 
     def convert(out: Path) -> None:
         # Finding an entry must not import torch.
@@ -395,7 +395,7 @@ def _item(path: Path, key: str) -> Item | None:
 
 
 def _is_unused(item: Item) -> bool:
-    """Tells whether no lease exists. A user takes a lease before it looks for the entry; gc looks for leases last."""
+    """True if no lease exists. A user takes a lease before it looks for the entry; gc looks for leases last."""
     # A network file system lists a folder anew for a process that has changed it.
     time_of_folder(item.path.parent.parent / LEASES)
     return not _is_leased(item.path, item.key)

@@ -289,7 +289,6 @@ def _head_layout(shape: tuple[int, ...]) -> Layout:
 
 
 def _states(root: Path, paths: Iterable[Path]) -> dict[str, list[int]]:
-    """The state of each file of a source: another state is another source. Checksums of tensors prove the contents."""
     return {path.relative_to(root).as_posix(): file_state(path) for path in paths}
 
 
@@ -371,8 +370,6 @@ def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
         left, right = (tensor.reshape(-1).view(torch.uint8).view(-1, dtype.itemsize) for tensor in (first, second))
         num_different += int((left != right).any(dim=1).sum())
         largest = max(largest, float((first.double() - second.double()).abs().nan_to_num(float("inf")).max()))
-    return (
-        f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}"
-        if num_different
-        else ""
-    )
+    if num_different:
+        return f"{num_different} of {torch.Size(shape).numel()} values differ, by at most {largest:.3g}"
+    return ""

@@ -385,7 +385,6 @@ class Experts:
 
 
 def _rows(*parts: tuple[Canonical, int, int]) -> Cutout:
-    """Stacks row ranges (tensor, start, stop) one below the other."""
     tail = parts[0][0].shape[1:]
     columns = _full(tail)
     pieces, offset = [], 0

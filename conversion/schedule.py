@@ -62,12 +62,12 @@ class Message(NamedTuple):
 
     @property
     def copy_offsets(self) -> list[int]:
-        """Returns the start of each copy, in bytes from the start of the message."""
+        """The start of each copy, in bytes from the start of the message."""
         return list(accumulate((align(copy.num_bytes) for copy in self.copies[:-1]), initial=0))
 
     @property
     def checksums_offset(self) -> int:
-        """Returns the start of the checksums, in bytes from the start of the message."""
+        """The start of the checksums, in bytes from the start of the message."""
         return sum(align(copy.num_bytes) for copy in self.copies)
 
     @property

@@ -11,8 +11,8 @@ from importlib.machinery import PathFinder
 def put_last(paths: list[str], argv0: str) -> list[str]:
     """Puts the working folder behind all libraries in a search path, where `python -m` or Ray has put it in front.
 
-    A user's `tokenize.py` there would be imported by Python's and other libraries in place of theirs. The path stays as
-    it is for a user's script, and where another mrl would be found.
+    A user's `tokenize.py` there would replace Python's. The path stays as it is for a user's script, and where another
+    mrl would be found.
     """
     num_first = 0
     if argv0 == "-m" and not sys.flags.safe_path:

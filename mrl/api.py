@@ -319,9 +319,9 @@ def ending(run: Run[Supplier], state: RunState) -> tuple[int, str]:
 async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncIterator[Loop]:
     """Starts processes of a config with rollouts; goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
 
-    They live inside the `async with` block. Policy and engines are proven to hold the same weights. A signal or the
-    time limit saves the last finished step, ends the block, and exits with code 75: the same command goes on.
-    ValueError: the input is at fault.
+    They live in the `async with` block. Policy and engines are proven to hold the same weights. A signal or the time
+    limit saves the last finished step, ends the block, and exits with code 75: the same command goes on. ValueError:
+    the input is at fault.
     """
     from mrl.config.files import find_config
     from mrl.config.load import load_run

@@ -172,16 +172,14 @@ class Checked:
 
     @property
     def unknown_models(self) -> list[str]:
-        """A line that names the models without a config.json here, if there are any."""
+        """A line that names the models without a config.json here, if any."""
         unread = [
             problem for problem in self.unchecked if problem.key.endswith("model_name") and problem.value is not None
         ]
         lacking = [f"{problem.key}={problem.value}" for problem in unread]
-        return (
-            [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"]
-            if lacking
-            else []
-        )
+        if lacking:
+            return [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"]
+        return []
 
     @property
     def provided(self) -> list[Problem]:
@@ -200,7 +198,7 @@ def examine(
 ) -> Checked:
     """Checks a config file as far as possible without starting anything; `is_strict` reads all rows.
 
-    `gpu` is that of the nodes; None stands for this host's, and then its memory is a node's, too.
+    `gpu` is that of the nodes; None: this host's, whose memory is then a node's, too.
     """
     try:
         path = find_config(name)
@@ -208,11 +206,9 @@ def examine(
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
     checked = Checked(config, migration, problems, path)
-    return (
-        checked
-        if config is None
-        else examine_config(config, checked, to_evaluate=to_evaluate, is_strict=is_strict, gpu=gpu)
-    )
+    if config is None:
+        return checked
+    return examine_config(config, checked, to_evaluate=to_evaluate, is_strict=is_strict, gpu=gpu)
 
 
 def examine_config(
@@ -260,7 +256,7 @@ def _known(step: Callable[[], Found], default: Found) -> Found:
 def look_at_environment(config: RunConfig) -> tuple[list[Problem], list[str]]:
     """Reasons why this host's installation would be refused at a start, and warnings.
 
-    A host without GPUs may be the login node of those that have them: there it is a warning that no run starts.
+    A host without GPUs may be a login node of those that have them: there it is a warning that no run starts.
     """
     gpus, num_nodes, has_engines = config.cluster.gpus_per_node, config.cluster.num_nodes, config.has_engines
     try:
@@ -277,8 +273,7 @@ def look_at_environment(config: RunConfig) -> tuple[list[Problem], list[str]]:
 def check_run(options: argparse.Namespace, name: str, overrides: Sequence[str], *, to_evaluate: bool = False) -> int:
     """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
-    Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only with
-    `--strict`.
+    Files, models and disks that this machine lacks are listed as to be provided; only `--strict` refuses for them.
     """
     strict, gpu = options.strict, GPUS.get(options.gpu)
     checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=options.secrets, gpu=gpu)

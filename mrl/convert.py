@@ -161,7 +161,7 @@ def cache_folder() -> Path:
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:
-    """Logs lines `name: complaint`, a few of each complaint and the number of others; returns 1 if there are any."""
+    """Logs lines `name: complaint`, a few of each complaint and the number of others; returns 1 if any."""
     counts = Counter[str]()
     for line in lines:
         complaint = _NUMBER.sub("N", line.partition(": ")[2])

@@ -217,8 +217,7 @@ def _data(config: RunConfig) -> str:
 
 
 def _asked(config: RunConfig) -> list[str]:
-    """The environments that rows of the run ask for, as far as its files tell."""
-    sets = config.data.train_sets | config.data.validation_sets
+    sets = config.data.sets
     try:
         return environments_asked(sets, config.env)
     except ValueError:  # of rows that cannot be read, which the look at them says

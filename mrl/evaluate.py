@@ -53,10 +53,8 @@ WEIGHT_VERSION = 1
 async def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
     """Samples answers to every held-out prompt as in validation, from the model as vLLM loads it, and judges them."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
-    num_answers, sampling = (
-        config.eval.num_tests_per_prompt,
-        validation_sampling(data.sampling, config.policy.generation),
-    )
+    num_answers = config.eval.num_tests_per_prompt
+    sampling = validation_sampling(data.sampling, config.policy.generation)
     async with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
         with rollout_progress(len(asked) * num_answers) as progress:
             groups = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)

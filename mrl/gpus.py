@@ -56,7 +56,7 @@ def host_gpus() -> int:
 
 
 def is_cpu_wanted() -> bool:
-    """Tells whether the user asks for CPUs on a host with GPUs."""
+    """True if the user asks for CPUs on a host with GPUs."""
     return env.MRL_CPU.read() not in (None, "0")
 
 
@@ -186,7 +186,7 @@ def device_variables(*, has_gpu: bool) -> dict[str, str]:
 
 
 def on_gpu() -> bool:
-    """Tells whether this process computes on a GPU, as the config of its run says; no look at torch or the driver."""
+    """True if this process computes on a GPU, as the config of its run says; no look at torch or the driver."""
     return env.MRL_DEVICE.read() == "cuda"
 
 

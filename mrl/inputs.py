@@ -86,7 +86,7 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
     look, here = Look(), dict[str, DatasetConfig]()
     missing = _look_at_verifiers(config, look)
     tokenizer = tokenizer_of(config, look)
-    for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
+    for key, dataset in config.data.sets.items():
         lacks = [
             path
             for path in (dataset.prompt_file, dataset.system_prompt_file, dataset.teacher_prompt_file)
@@ -105,9 +105,7 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
             look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
         else:
             here[key] = dataset
-    is_loaded = (
-        is_strict and tokenizer is not None and len(here) == len(config.data.train_sets | config.data.validation_sets)
-    )
+    is_loaded = is_strict and tokenizer is not None and len(here) == len(config.data.sets)
     if is_loaded:
         _read_all(config, look)
     try:
@@ -129,7 +127,7 @@ def _look_at_verifiers(config: RunConfig, look: Look) -> set[str]:
     from mrl.data.files import split_of
     from mrl.data.verifiers import find_rows
 
-    sets = (config.data.train_sets | config.data.validation_sets).items()
+    sets = config.data.sets.items()
     asked = {(dataset.source, split_of(dataset, key)) for key, dataset in sets}
     missing = {
         source
@@ -399,7 +397,6 @@ def _look_at_agents_row(name: str, row: Prompt, config: RunConfig, look: Look) -
 
 
 def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
-    """The reward function of a built-in environment; None if it cannot be made here."""
     from mrl.envs.scorer import ENVIRONMENTS
 
     declared = ENVIRONMENTS[env_name](config.env)
@@ -425,8 +422,6 @@ def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
         return str(error)
     except Exception:  # of a text that is no reply
         return ""
-    return (
-        f"not even its own answer {task.expected!r:.100} is judged as right"
-        if has_reply and outcome.reward == 0
-        else ""
-    )
+    if has_reply and outcome.reward == 0:
+        return f"not even its own answer {task.expected!r:.100} is judged as right"
+    return ""

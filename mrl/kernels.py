@@ -41,7 +41,7 @@ KERNELS = (
 
 
 def is_installed(module: str) -> bool:
-    """Tells whether Python finds a module, without importing it."""
+    """True if Python finds a module, without importing it."""
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
@@ -52,7 +52,7 @@ def missing_kernels(layers: Collection[str] | None = None) -> list[Kernels]:
 
 
 def describe_missing(missing: Sequence[Kernels]) -> str:
-    """Names missing kernels, what runs instead, and the way to get them; "" if there are none."""
+    """Names missing kernels, what runs instead, and the way to get them, or ""."""
     if not missing:
         return ""
     lines = [f"{kernels.package} is not installed: {kernels.instead}" for kernels in missing]

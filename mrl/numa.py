@@ -77,7 +77,7 @@ def gpu_nodes(indices: Sequence[int], sysfs: Path = SYSFS, *, visible: str | Non
 
 
 def bind(nodes: Sequence[NumaNode | None]) -> str:
-    """Binds this process's threads to these nodes' CPUs, and its memory to the node if there is one; says what it did.
+    """Binds this process's threads to these nodes' CPUs, and its memory to the node if any; says what it did.
 
     CPUs that the process may not use stay out. Where none is left, or a node is not known, nothing is bound.
     """

@@ -29,7 +29,7 @@ def role_of(model: ModelName) -> Role:
 
 
 def is_frozen(model: ModelName) -> bool:
-    """Tells whether a model is never trained, so that only its weights are kept."""
+    """True if a model is never trained, so that only its weights are kept."""
     return role_of(model) in ("teacher", REFERENCE)
 
 

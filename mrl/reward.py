@@ -144,7 +144,6 @@ def _module_path(function: str) -> str:
 
 
 def _rows(config: RunConfig) -> tuple[list[tuple[str, Prompt]], int, list[str]]:
-    """The first rows with their ids, the number of all, and what `find_idle` says of them."""
     from mrl.data.columns import find_idle, find_lacking
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, read_rows
@@ -255,7 +254,6 @@ async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> li
 
 
 def _cell(text: str) -> str:
-    """A text in one line of a table."""
     text = safe_text(text).replace("\n", "\\n")
     return text if len(text) <= MAX_CELL_CHARACTERS else f"{text[: MAX_CELL_CHARACTERS - 1]}…"
 

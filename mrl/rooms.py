@@ -37,7 +37,7 @@ def write_report(path: Path, *, state: str | None = None) -> None:
 
 def dialect() -> Any:
     """Module of NeMo RL's dialect, an instance of `mrl.config.migration.Dialect`."""
-    return importlib.import_module("mrl.nemo.dialect.words")
+    return importlib.import_module("mrl.nemo.dialect.translate")
 
 
 def renamed_keys() -> Mapping[str, str]:
@@ -66,8 +66,8 @@ def grader(name: str) -> Callable[[Any], Any]:
 
 
 async def reach_gym(section: object, **places: object) -> Any:
-    """Starts or finds NeMo Gym's servers, a `mrl.rollout.agents.GymAgents`; see `mrl.nemo.gym.process`."""
-    return await _function("mrl.nemo.gym.process", "reach_gym")(section, **places)
+    """Starts or finds NeMo Gym's servers, a `mrl.rollout.agents.GymAgents`; see `mrl.nemo.gym.servers`."""
+    return await _function("mrl.nemo.gym.servers", "reach_gym")(section, **places)
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -221,14 +221,14 @@ def show_in(folder: Path, name: str) -> None:
     """Keeps this process's sign of life in `folder` from now on, and writes its threads' stacks there when asked.
 
     A byte in its pipe asks a thread, which answers while it holds the interpreter's lock. `STACK_SIGNAL` asks without
-    the lock: only a process whose threads all sleep survives that for certain.
+    the lock: only a process whose threads all sleep surely survives that.
     """
     global _sign
     _sign = _Sign(folder, name)
 
 
 def ask_for_stacks(folder: Path, name: str) -> None:
-    """Asks the process that is shown in `folder` as `name`, if there is one, and waits for nothing."""
+    """Asks the process that is shown in `folder` as `name`, if any, and waits for nothing."""
     # OSError: it has ended, or its pipe is full of questions.
     with suppress(OSError):
         pipe = os.open(folder / ASKS / name, os.O_WRONLY | os.O_NONBLOCK)

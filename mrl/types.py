@@ -332,7 +332,7 @@ class Verdict:
 
     @property
     def has_reward(self) -> bool:
-        """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although masked."""
+        """True if `reward` counts in the baseline of its group: that of a flagged rollout does, although masked."""
         return self.is_valid or self.status == "flagged"
 
     @property

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from mrl.config.tokens import RULES
+from mrl.config.passwords import RULES
 
 NAMED = re.compile(r"(?:\[\\w\.-\]\{0,50\}\?)?\(\?i[:)]\[\\w\.-\]\{0,50\}\?\(\?:(.+?)\)\(\?:\[ \\t\\w\.-\]\{0,20\}\).*")
 """Pattern of the rules of services whose tokens have no mark of their own, and are known by the name before them."""

@@ -249,7 +249,7 @@ class Family:
     """Weights that Megatron-LM and Megatron-Bridge hold in another form, in words; empty: none."""
 
     def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
-        """Tells whether a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""
+        """True if a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""
         if self.left_out and name.startswith(self.left_out):
             return True
         steps, last = hf_config.get("num_nextn_predict_layers") or 0, hf_config.get("num_hidden_layers") or 0
@@ -321,12 +321,10 @@ class Family:
 
 
 def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
-    """Returns the part of a Megatron rank that engines read: MTP layers only where a drafter computes with them."""
-    return (
-        layout
-        if parallel.has_drafter
-        else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
-    )
+    """The part of a Megatron rank that engines read: MTP layers only where a drafter computes with them."""
+    if parallel.has_drafter:
+        return layout
+    return {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
 
 
 # Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts in different objects.

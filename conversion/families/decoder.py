@@ -326,10 +326,8 @@ def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
 
 def mlp(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
     """Norm and MLP, or experts, of a layer. Megatron never fuses the norm before experts into a linear layer."""
-    norm, vllm = (
-        _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden),
-        "post_attention_layernorm.weight",
-    )
+    norm = _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden)
+    vllm = "post_attention_layernorm.weight"
     if decoder.moe is not None and decoder.moe.layers[index]:
         return (Rule(norm, "pre_mlp_layernorm.weight", vllm), *gated_experts(prefix, decoder.hidden, decoder.moe))
     return (
@@ -421,10 +419,8 @@ def sigmoid_experts(hf_config: HfConfig) -> Moe:
     num_dense = hf_config.get("first_k_dense_replace")
     if not isinstance(num_dense, int) or num_dense < 0:
         raise ValueError(f"config.json: first_k_dense_replace={num_dense!r} must be a number of layers")
-    width, topk = (
-        positive_integer(hf_config, "moe_intermediate_size"),
-        positive_integer(hf_config, "num_experts_per_tok"),
-    )
+    width = positive_integer(hf_config, "moe_intermediate_size")
+    topk = positive_integer(hf_config, "num_experts_per_tok")
     return Moe(
         layers=tuple(index >= num_dense for index in range(positive_integer(hf_config, "num_hidden_layers"))),
         num_experts=positive_integer(hf_config, "n_routed_experts"),

@@ -120,10 +120,8 @@ def mtp_pattern(hf_config: HfConfig) -> str:
     num_steps = hf_config.get("num_nextn_predict_layers") or 0
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
         raise ValueError(f"config.json: num_nextn_predict_layers={num_steps!r} must be an integer from 0 on")
-    kinds, letters = (
-        hf_config.get("mtp_layers_block_type"),
-        hf_config.get("mtp_hybrid_override_pattern") or _MTP_PATTERN,
-    )
+    kinds = hf_config.get("mtp_layers_block_type")
+    letters = hf_config.get("mtp_hybrid_override_pattern") or _MTP_PATTERN
     if isinstance(kinds, list):
         letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
     if num_steps and (not isinstance(letters, str) or not letters or set(letters) - set("*E")):

@@ -44,7 +44,6 @@ def _decoder(hf_config: HfConfig, moe: decoder.Moe | None) -> decoder.Decoder:
 
 
 def _projections(hf: str, sizes: Sizes, hidden: int) -> tuple[Rule, ...]:
-    """Rules of projections that are four tensors in the file, two in vLLM, and one in Megatron, in the same order."""
 
     def part(name: str, **rows: int) -> Sections:
         tensor = Canonical(f"{hf}in_proj_{name}.weight", (sum(rows.values()), hidden))

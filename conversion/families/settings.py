@@ -25,7 +25,7 @@ class Settings(Mapping[str, object]):
         return self._values[key] if key in self._values else self._defaults[key]
 
     def __contains__(self, key: object) -> bool:
-        """Tells whether the file has a key."""
+        """True if the file has a key."""
         self.read.add(str(key))
         return key in self._values
 

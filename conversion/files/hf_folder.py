@@ -236,7 +236,7 @@ def scales_of(weight: str) -> str:
 
 
 def has_reward_head(hf: Path) -> bool:
-    """Tells whether weights of a Hugging Face folder have a reward model's head. ValueError: they cannot be read."""
+    """True if weights of a Hugging Face folder have a reward model's head. ValueError: they cannot be read."""
     return REWARD_HEAD in stored_tensors(hf)
 
 

@@ -56,7 +56,7 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 
 def is_unused(name: str, config: HfConfig) -> bool:
-    """Tells whether a tensor is a copied embedding, frequencies or scales of others, or of MTP layers left out."""
+    """True if a tensor is a copied embedding, frequencies or scales of others, or of MTP layers left out."""
     is_derived = name.endswith(".rotary_emb.inv_freq") or (name == OUTPUT and config.get(TIED) is True)
     has_scales = family(config).has_transposed_experts and name.endswith(".scales")
     return is_derived or has_scales or family(config).is_left_out(config, name)
@@ -85,7 +85,7 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
 
 
 def has_output_alone(stored: Collection[str], config: HfConfig) -> bool:
-    """Tells whether weights of a model with tied embeddings have the tensor under the output layer's name alone."""
+    """True if weights of a model with tied embeddings have the tensor under the output layer's name alone."""
     return config.get(TIED) is True and OUTPUT in stored and EMBEDDING not in stored
 
 
@@ -128,7 +128,7 @@ def describe_dtypes(hf: Path, precision: str) -> str:
 
 
 def is_rounded(dtype: str, precision: str) -> bool:
-    """Tells whether values of a dtype change in a precision."""
+    """True if values of a dtype change in a precision."""
     return DTYPE_BYTES.get(dtype, 0) > DTYPE_BYTES[precision] or (dtype, precision) == ("float16", "bfloat16")
 
 

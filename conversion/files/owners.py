@@ -51,11 +51,11 @@ class Owner:
     """Start of the process in clock ticks since the boot; process ids are used again."""
 
     def is_visible(self) -> bool:
-        """Tells whether /proc of this process shows the owner's processes."""
+        """True if /proc of this process shows the owner's processes."""
         return (self.boot, self.namespace) == (_boot_id(), _pid_namespace())
 
     def is_running(self) -> bool:
-        """Tells whether the process exists. Only for visible owners."""
+        """True if the process exists. Only for visible owners."""
         return start_of(self.pid) == self.start
 
 
@@ -75,7 +75,7 @@ def _pid_namespace() -> int:
 
 
 def start_of(pid: int) -> int | None:
-    """Returns a process's start in clock ticks since the boot; None if it is gone, or only its exit code is left."""
+    """A process's start in clock ticks since the boot; None if it is gone, or only its exit code is left."""
     try:
         # The program's name, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -108,14 +108,14 @@ def owned(folder: Path, what: str | None = None) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Tells whether the owner of `path`, named by `owned_name`, may still be using it."""
+    """True if the owner of `path`, named by `owned_name`, may still be using it."""
     parsed = owner_of(path.name)
     assert parsed is not None, f"{path} has a name of owned_name"
     return may_live(parsed[1], path)
 
 
 def may_live(owner: Owner, path: Path) -> bool:
-    """Tells whether the owner of `path`, which it touches, may still work. If invisible, the time of `path` decides."""
+    """True if the owner of `path`, which it touches, may still work. If invisible, the time of `path` decides."""
     if owner.is_visible():
         return owner.is_running()
     try:
@@ -149,7 +149,7 @@ def remove_leftover(path: Path) -> bool:
 
 @contextmanager
 def heartbeat(path: Path) -> Iterator[None]:
-    """Touches `path` every `HEARTBEAT_S` inside the `with` block, until it is renamed or removed."""
+    """Touches `path` every `HEARTBEAT_S` in the `with` block, until it is renamed or removed."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -191,7 +191,7 @@ def release_canary(root: Path) -> Path:
 
 
 def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Tells whether this process finds the canary and can write an empty file named `answer` next to it."""
+    """True if this process finds the canary and can write an empty file named `answer` next to it."""
     if not _appears(canary, patience_s) or canary.read_text(encoding="utf-8") != canary.name:
         return False
     try:
@@ -202,7 +202,7 @@ def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) 
 
 
 def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Tells whether another process's answer is visible here."""
+    """True if another process's answer is visible here."""
     return _appears(canary.with_name(f"{canary.name}-{answer}"), patience_s)
 
 

@@ -128,7 +128,7 @@ def sha256_file(path: Path) -> str:
 
 
 def find_difference(expected: Mapping[Path, str]) -> str:
-    """Describes the first file whose sha256 is not the expected one; "" if there is none. Hashes in threads."""
+    """Describes the first file whose sha256 is not the expected one, or "". Hashes in threads."""
 
     def difference(path: Path) -> str:
         try:
@@ -153,9 +153,9 @@ def _in_threads(function: Callable[[Path], str], paths: Iterable[Path]) -> list[
 def known_hash(path: Path, memory: Path) -> str | None:
     """sha256 of a file that was read before in its present state, from the folder `memory`; None if it must be read."""
     record = _record(path, file_state(path), memory)
-    return (
-        remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
-    )
+    if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
+        return remembered
+    return None
 
 
 def _record(path: Path, state: list[int], memory: Path) -> Path:
@@ -200,7 +200,7 @@ def content_hash(path: Path) -> str:
 
 
 def is_named_by_sha256(path: Path) -> bool:
-    """Tells whether huggingface_hub downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
+    """True if huggingface_hub downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
     blob = path.resolve(strict=True)
     return (
         blob.parent.name == "blobs"

@@ -101,7 +101,7 @@ class Chunk:
 
 
 def restricted(content: SlotLayout, box: Box) -> SlotLayout:
-    """Returns the content of one box of a tensor, as a tensor of its own."""
+    """The content of one box of a tensor, as a tensor of its own."""
     pieces = []
     for piece in content.pieces:
         common = intersect(piece.local, box)
@@ -116,7 +116,7 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
 
 
 def is_stacked(content: SlotLayout) -> bool:
-    """Tells whether the first dimension of a global tensor counts experts."""
+    """True if the first dimension of a global tensor counts experts."""
     return any(len(piece.local) > len(piece.box) for piece in content.pieces)
 
 

@@ -33,10 +33,9 @@ def train_sequences(
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    The further sequences of an agent's rollout follow the first one, and share its advantage: the baseline is one over
-    rollouts. Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens.
-    Rollouts that do not count keep their place, with advantage 0. What needs logprobs comes later: see
-    `mrl.algo.token_advantages`.
+    Further sequences of an agent's rollout follow the first one, and share its advantage. Advantages are 0 where
+    rollouts are not compared, until a critic or a teacher has judged the tokens, and for rollouts that do not count.
+    What needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking first, so that in a turn with both flaws the invalid tool call wins.
     fixed: dict[FlawKind, float | None] = {

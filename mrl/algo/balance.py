@@ -37,11 +37,10 @@ def bias_directions(tokens_LE: Tensor) -> Tensor:
 def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
     """Measures how evenly a step used the experts; empty for a model without experts.
 
-    By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means
-    (MaxVio of arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance);
-    `moe/unused_experts`, the share of experts without a token; and the value of the auxiliary loss, if there is one.
-    Each is the mean over the layers with experts; the first three also the worst of them, as `_worst`; with `per_layer`
-    also each layer's, as `_layer_N` from 0.
+    By layer, over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means (MaxVio
+    of arXiv:2408.15664); `moe/load_entropy` of the experts' shares (1 = balance); `moe/unused_experts`, a share; and
+    the auxiliary loss, if any. Each is the mean over the layers with experts; the first three also the worst, as
+    `_worst`; with `per_layer` each layer's, as `_layer_N` from 0.
     """
     layers = routing.tokens_LE.any(dim=1).nonzero().flatten().tolist()
     if not layers:

@@ -145,7 +145,7 @@ def finish_value_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
-    """Returns the share of the returns' variance that the values explain: at most 1; 0 if there are no tokens."""
+    """The share of the returns' variance that the values explain: at most 1; 0 if there are no tokens."""
     num_tokens = sum(update["num_valid_tokens"] for update in updates)
 
     def mean(name: str) -> float:

@@ -46,7 +46,7 @@ def sequences_to_teach(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
 
 
 def needs_vocabulary(config: LossConfig) -> bool:
-    """Tells whether the loss needs the student's probabilities over the whole vocabulary."""
+    """True if the loss needs the student's probabilities over the whole vocabulary."""
     return config.zero_outside_topk
 
 

@@ -112,13 +112,13 @@ def policy_loss(
     """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
     The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL
-    penalty, plus the negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of
-    the batch, and so do metrics, except extremes (`mrl.metrics.extreme_of`). Values outside the mask have no effect,
-    NaN included.
+    penalty, plus the negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the
+    batch's, and so do metrics, except extremes (`mrl.metrics.extreme_of`). Values outside the mask have no effect, NaN
+    included.
 
-    With top-k or top-p, a logprob of -inf is a token that the trainer's arithmetic excludes and the generator's did
-    not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`
-    with an untruncated reference. `entropy_T` only becomes a metric.
+    With top-k or top-p, a logprob of -inf is a token that only the trainer's arithmetic excludes: it is masked, and
+    counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T` with an untruncated
+    reference. `entropy_T` only becomes a metric.
     """
     segments = tokens.segments
     log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
@@ -170,10 +170,8 @@ def policy_loss(
         }
         metrics |= extremes("probs_ratio_{}", ratio_T[tokens.is_valid_T])
         metrics |= extremes("probs_ratio_clamped_{}", clipped_ratio_T[tokens.is_valid_T])
-        in_tokens_T, in_sequences_T = (
-            segments.mask_T / max(size.num_valid_tokens, 1.0),
-            segments.weights_T / max(size.num_valid_sequences, 1.0),
-        )
+        in_tokens_T = segments.mask_T / max(size.num_valid_tokens, 1.0)
+        in_sequences_T = segments.weights_T / max(size.num_valid_sequences, 1.0)
         per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T
         metrics["sampling_importance_ratio"] = (per_weight_T * importance_T).sum()
         if config.truncation is not None:

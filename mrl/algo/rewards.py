@@ -39,11 +39,9 @@ def shape(verdict: Verdict, rollout: RolloutInfo, shaping: RewardShapingConfig) 
     """
     if shaping.stop_properly_penalty_coef is not None:
         return verdict.adjusted(shaping.stop_properly_penalty_coef) if rollout.finish_reason == "length" else verdict
-    buffer, penalty, longest = (
-        shaping.overlong_buffer_length,
-        shaping.overlong_buffer_penalty,
-        shaping.max_response_length,
-    )
+    buffer = shaping.overlong_buffer_length
+    penalty = shaping.overlong_buffer_penalty
+    longest = shaping.max_response_length
     assert buffer is not None and penalty is not None and longest is not None
     excess = max(0, rollout.num_trained - (longest - buffer))
     return verdict.adjusted(1.0, -excess / buffer * penalty)
@@ -114,7 +112,7 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
 
 
 def is_lone(group: RolloutGroup) -> bool:
-    """Tells whether nothing compares the rollouts of a group, as fewer than two have a reward."""
+    """True if nothing compares the rollouts of a group, as fewer than two have a reward."""
     return sum(verdict.has_reward for verdict in group.verdicts) < 2
 
 
@@ -128,7 +126,7 @@ def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> list
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
-    """Tells whether a group's rewards differ, as float32, after scaling, before length shaping; for GDPO a component.
+    """True if a group's rewards differ, as float32, after scaling, before length shaping; for GDPO a component.
 
     Without a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """

@@ -222,8 +222,8 @@ def wait_all(
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
     """The error to report for `error`: a death among `pending` actors, whose peers only lost connection, else `error`.
 
-    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint about a peer, the
-    peer's own lack of memory, or, if the peer gives no answer at all, a DeadlineExceeded with its name.
+    In place of an aftermath, the first of another kind, if one comes; in place of a complaint about a peer, the peer's
+    own lack of memory, or a DeadlineExceeded with its name if it gives no answer at all.
     """
     if isinstance(error, ActorLost | NoCluster):
         return error
@@ -278,7 +278,7 @@ async def answered(reference: ray.ObjectRef[T], *, actor: object, what: str) -> 
 
 @contextmanager
 def translated(actor: object, what: str) -> Iterator[None]:
-    """Raises Ray's errors inside the `with` block as the driver's own; see `fetch`."""
+    """Raises Ray's errors in the `with` block as the driver's own; see `fetch`."""
     try:
         yield
     except LOSSES as error:

@@ -75,7 +75,7 @@ class Harm:
 def needs(store_bytes: int, *, on_gpus: bool) -> tuple[Need, ...]:
     """The limits that a start looks at, besides that of processes.
 
-    Tried on 2 cores with one rank: half of each is too little. Small `-s`, `-l`, `-i`, `-q` and `-x` do no harm.
+    On 2 cores with one rank half of each is too little. Small `-s`, `-l`, `-i`, `-q` and `-x` do no harm.
     """
     files = f"Ray's object store is one file of {store_bytes // MIB} MiB in /dev/shm, and checkpoints are files, too"
     memory = "CUDA reserves addresses for the memory of all GPUs" if on_gpus else "a policy rank maps as much and more"
@@ -247,7 +247,7 @@ def _loopback_error() -> str:
 
 
 def settings_of_ray() -> str:
-    """Variables of Ray that this process was started with, for a message about a failed start; "" if there are none."""
+    """Variables of Ray that this process was started with, for a message about a failed start, or ""."""
     words = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
     names = [word.partition("=")[0] for word in words if word.startswith("RAY_")]
     names = [name for name in names if name not in mrl.NO_USAGE_STATISTICS]
@@ -274,7 +274,6 @@ def last_words(folder: Path, earlier: Collection[int] = ()) -> str:
 
 
 def _last_error(lines: list[str]) -> str:
-    """The exception of the last traceback, else the last line of Ray's own log that reports an error."""
     starts = [place for place, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
     raised = [line for line in lines[starts[-1] + 1 :] if line.strip() and not line[0].isspace()] if starts else []
     logged = [found[1] for line in lines if (found := _FAILURE.match(line))]

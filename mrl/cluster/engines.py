@@ -23,7 +23,6 @@ from ray.exceptions import RayError
 from conversion.texts import listed
 from mrl import numa, spans
 from mrl.cluster import scheduling
-from mrl.cluster.book import MAX_FRUITLESS_RESTARTS
 from mrl.cluster.calls import answered, ask, put, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
@@ -32,7 +31,7 @@ from mrl.cluster.payload import Packed, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots, device_ids
 from mrl.cluster.service import ENGINES, LOOK_S, Service
-from mrl.cluster.tasks import BackgroundTasks, Silence, in_worker
+from mrl.cluster.tasks import MAX_FRUITLESS_RESTARTS, BackgroundTasks, Silence, in_worker
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -136,7 +135,7 @@ class EngineActor:
 
     @ray.method(concurrency_group=CALLERS)
     def health(self) -> tuple[bool, int | None]:
-        """Tells whether the engine can sample now, and its weight version."""
+        """True if the engine can sample now, and its weight version."""
         return self.engine.can_sample, self.engine.weight_version
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
@@ -175,7 +174,6 @@ class EngineActor:
         return answer
 
     def _memory(self, since: float) -> dict[str, spans.Fact]:
-        """Facts of a span that began at `since`."""
         if time.monotonic() - since < spans.MIN_MEASURED_S:
             return {}
         # A dedicated engine knows no phases: it generates in all of them.
@@ -265,7 +263,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
         return joining
 
     def has_left(self, index: int) -> bool:
-        """Tells whether calls still go to an engine for which another one has been started."""
+        """True if calls still go to an engine for which another one has been started."""
         return self.handles[index] is not self._newest[index]
 
     async def wait_for_enough(self) -> None:
@@ -332,7 +330,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Pauses polling inside the `with` block: engines that are being refitted must not step."""
+        """Pauses polling in the `with` block: engines that are being refitted must not step."""
         self.book.hold(True)
         try:
             yield
@@ -355,7 +353,7 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
 
 
 def is_over(call: ray.ObjectRef) -> bool:
-    """Tells whether a call has ended well."""
+    """True if a call has ended well."""
     if not ray.wait([call], timeout=0)[0]:
         return False
     try:
@@ -419,7 +417,7 @@ class EngineLine:
                 self._send_soon()
 
     async def health(self) -> tuple[bool, int | None]:
-        """Tells whether the engine can sample now, and its weight version. EngineLost: it has died."""
+        """True if the engine can sample now, and its weight version. EngineLost: it has died."""
         call = self.handle.health.remote()
         try:
             return await answered(call, actor=self._name, what="health")

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from mrl import env, spans
-from mrl.cluster.carrier import local_file
-from mrl.cluster.lifetime import session_folder
+from mrl.cluster.lifetime import local_file, session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.gpus import device_variables
@@ -57,8 +56,8 @@ def signs_folder(name: str) -> Path:
 def importing() -> Iterator[None]:
     """Span of an actor's imports, during which Python does not look for garbage.
 
-    vLLM and Megatron bring 300,000 objects that live as long as the process. Looking through them again and again takes
-    a quarter of the imports, and a second of vLLM's own start; so they are left out of later collections, too.
+    vLLM and Megatron bring 300,000 objects that live as long as the process. Looking through them takes a quarter of
+    the imports, and a second of vLLM's own start; so later collections leave them out, too.
     """
     gc.disable()
     try:
@@ -146,8 +145,8 @@ def _within_the_node(config: RunConfig) -> dict[str, str]:
 def own_temporary_folder() -> Scratch:
     """Makes a folder on this node that takes the temporary files of this process and its children, and goes with them.
 
-    For engines of runs of several nodes: other nodes than the driver's have no session folder for the file in which
-    vLLM's workers meet.
+    For engines of runs of several nodes: only the driver's has a session folder for the file in which vLLM's workers
+    meet.
     """
     remove_abandoned()
     scratch = Scratch()
@@ -223,15 +222,13 @@ def keep_caches_private() -> str:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(root / name))
-    return (
-        f"{'; '.join(faults)}; this process compiles into {root} ({env.MRL_COMPILED.name} names another)"
-        if faults
-        else ""
-    )
+    if faults:
+        return f"{'; '.join(faults)}; this process compiles into {root} ({env.MRL_COMPILED.name} names another)"
+    return ""
 
 
 def find_writable_by_others(folder: Path) -> Path | None:
-    """Finds `folder`, or a folder above it, that another user (not root) may write to; None if there is none."""
+    """Finds `folder`, or a folder above it, that another user (not root) may write to, or None."""
     for place in (folder, *folder.parents):
         found = place.lstat()
         # Of a folder with the sticky bit, others rename only what is theirs.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gateways as Ray actors: all ask them for the model over HTTP, and agents run in or from them.
+Engines of judges, which they ask, too.
 
 The driver sees rewards and lengths.
 """
@@ -15,24 +16,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Never, TypeVar
 from urllib.parse import urlsplit
 
 import ray
 
 from mrl import rooms, spans
 from mrl.cluster import scheduling
-from mrl.cluster.book import GENERATION, ActorWork
 from mrl.cluster.calls import ask, start_actor
-from mrl.cluster.engines import EngineActor, EngineGroup, EngineLine
+from mrl.cluster.engines import EngineActor, EngineGroup, EngineLine, start_engine
 from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorName
-from mrl.cluster.judge_engines import JudgeGroup
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.runtime import Placement
 from mrl.cluster.service import ANSWER_S, GATEWAYS, LOOK_S, NUM_THREADS, STUCK_S, Service, judges_kind
-from mrl.cluster.tasks import in_loop, in_worker, wait_in_loop
+from mrl.cluster.tasks import GENERATION, ActorWork, BackgroundTasks, in_loop, in_worker, wait_in_loop
 from mrl.cluster.traces import Traces
+from mrl.cluster.verbs import EngineVerbs
 from mrl.config.judge_runs import judge_run
 from mrl.config.rules.data import is_agent, parts_at_work
 from mrl.config.schema.env import EnvConfig
@@ -46,7 +46,7 @@ from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
 from mrl.plan.memory import with_limits
 from mrl.rollout.agents import AgentResult, AgentRunner, AgentTask, FunctionAgent
-from mrl.rollout.engine_lines import EngineLines
+from mrl.rollout.callers import EngineLines
 from mrl.rollout.environment import set_variables, variables_of_children
 from mrl.rollout.gateway import JUDGES, Gateway
 from mrl.rollout.http_gate import CHAT_KEY, listen, make_server
@@ -55,6 +55,43 @@ from mrl.types import PayloadRef, Prompt, Rollout, RolloutInfo, SamplingParams, 
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+JUDGE_VERSION = 0
+"""Weight version of a judge: that of its folder."""
+
+
+class JudgeGroup(Service[EngineVerbs, Never, Never, None]):
+    """The engines of one judge, which gateways ask."""
+
+    def __init__(
+        self, name: str, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
+    ) -> None:
+        self.config, self._placement, self._slots = judge_run(config, name), placement, placement.judges[name]
+        self._num_gateways = scheduling.num_gateways(config)
+        super().__init__(
+            judges_kind(name),
+            len(self._slots),
+            tasks=tasks,
+            log_folder=log_folder,
+            deadline_s=config.deadlines.refit_s,
+            start_s=start_deadline(self.config).seconds,
+            # An engine answers a look after `LOOK_S`.
+            look_s=LOOK_S + config.deadlines.generate_s,
+        )
+
+    async def _carry(self, index: int, requests: list[Never]) -> Mapping[str, Never]:
+        raise AssertionError("gateways ask judges")
+
+    def _launch(self, index: int) -> tuple[ActorHandle[EngineActor], ray.ObjectRef[None]]:
+        place = self._placement, self._slots[index], self.log_file(index)
+        return start_engine(self.config, *place, num_gateways=self._num_gateways, version=JUDGE_VERSION)
+
+
+def start_judges(
+    config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks
+) -> Mapping[str, JudgeGroup]:
+    """Starts the engines of all judges; does not wait for them."""
+    return {name: JudgeGroup(name, config, placement, log_folder=log_folder, tasks=tasks) for name in config.judges}
 
 
 logger = logging.getLogger(__name__)
@@ -306,7 +343,7 @@ class GatewayGroup(Service[GatewayActor, AgentTask, EndedRollout, str]):
             logger.info("Agents ask the gateway at %s: %s", ", ".join(self.urls), ", ".join(names))
 
     def does(self, env_name: str) -> bool:
-        """Tells whether an agent handles the rows of an environment."""
+        """True if an agent handles the rows of an environment."""
         return is_agent(env_name, self.config.env)
 
     def tell_engines(self) -> None:

@@ -189,7 +189,7 @@ _judge: HangJudge | None = None
 
 @contextmanager
 def waiting(what: str, who: Callable[[], Collection[str]], since: float, *, may_idle: bool = False) -> Iterator[None]:
-    """Declares a driver's wait inside the `with` block; the watchdog's thread calls `who` to name the processes."""
+    """Declares a driver's wait in the `with` block; the watchdog's thread calls `who` to name the processes."""
     wait = Wait(what, who, since, may_idle)
     waits.append(wait)
     try:

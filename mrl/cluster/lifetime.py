@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """End of a run's processes: none survives its parent, and nothing of a run is left on its host.
 
+A process writes to a file of `outbox` on the local disk, and a link next to it says where in the run folder that
+belongs: none waits for its file system. The carrier, a child of the reaper, outlives driver and actors, so that their
+last words arrive.
+
 `python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every
 process of the run and removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver
 by up to a minute. Needs the standard library only, because the reaper must start in milliseconds and lives as long as
@@ -9,8 +13,11 @@ the run.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +27,95 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.limits import limit_console, within
-from mrl.cluster.carrier import end_carrier, start_carrier
 from mrl.signals import MARK
+
+OUTBOX = "outbox"
+LINK_SUFFIX = ".to"
+INTERVAL_S = 0.2
+MAX_BYTES = 2**22
+CARRY_TIMEOUT_S = 5.0
+# fallocate(2): what has been carried leaves the local disk, and the offsets of what follows stay.
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+
+
+def local_file(folder: Path, target: Path) -> Path:
+    """A local file, below the run's private `folder`, whose content is carried behind that of `target`."""
+    outbox = folder / OUTBOX
+    outbox.mkdir(mode=0o700, exist_ok=True)
+    link = outbox / f"{target.name}{LINK_SUFFIX}"
+    if not link.is_symlink():
+        link.symlink_to(target.absolute())
+    return outbox / target.name
+
+
+class Carrier:
+    """Carries the files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._outbox = folder / OUTBOX
+        self._offsets: dict[str, int] = {}
+        self._failed: set[str] = set()
+
+    def carry(self) -> None:
+        """Carries the bytes written since the last call; the next call tries again those that fail."""
+        for link in self._outbox.glob(f"*{LINK_SUFFIX}"):
+            name, target = link.name.removesuffix(LINK_SUFFIX), os.readlink(link)
+            try:
+                self._carry(name, Path(target))
+            except OSError as error:
+                if name not in self._failed:
+                    self._failed.add(name)
+                    print(
+                        f"{target} cannot be written, and waits on the local disk: {error}", file=sys.stderr, flush=True
+                    )
+
+    def _carry(self, name: str, target: Path) -> None:
+        local = self._outbox / name
+        offset = self._offsets.get(name, 0)
+        if not local.exists() or local.stat().st_size <= offset:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with local.open("r+b") as source, target.open("ab", buffering=0) as sink:
+            source.seek(offset)
+            while piece := source.read(MAX_BYTES):
+                self._offsets[name] = offset = offset + sink.write(piece)
+                source.seek(offset)
+            ctypes.CDLL(None).fallocate(
+                source.fileno(), KEEP_SIZE | PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(offset)
+            )
+
+
+def start_carrier(folder: Path) -> tuple[int, int]:
+    """Forks a carrier; its process id and a descriptor: when closed, it carries the rest, removes `folder` and ends."""
+    ends_here, stays_open = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(ends_here)
+        return pid, stays_open
+    os.close(stays_open)
+    limit_console()
+    carrier, is_last = Carrier(folder), False
+    while not is_last:
+        is_last = bool(select.select([ends_here], [], [], INTERVAL_S)[0])
+        carrier.carry()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def end_carrier(pid: int, stays_open: int) -> None:
+    """Waits until the carrier has ended, unless the run folder's file system does not answer: then it goes on alone."""
+    os.close(stays_open)
+    end = time.monotonic() + CARRY_TIMEOUT_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            print(
+                "The run folder does not answer; the last lines of the actors' logs follow when it does.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        time.sleep(0.02)
+
 
 # After a clean shutdown processes are about to leave by themselves.
 GRACE_S = 1.0
@@ -97,7 +191,7 @@ class Capacity:
 
 
 def read_capacity(cgroup: Path = Path("/sys/fs/cgroup")) -> Capacity:
-    """The capacity of this host now; `cgroup` has the limits of its container, if there is one."""
+    """The capacity of this host now; `cgroup` has the limits of its container, if any."""
     free = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     free_bytes = int(free[1]) * 1024 if free else 0
     with suppress(OSError, ValueError):  # no limit: the files are missing, or say "max"

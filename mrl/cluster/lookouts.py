@@ -104,7 +104,6 @@ class Lookouts:
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """Result of `get`, or [] if the actor died."""
     try:
         return get()
     except RayError:

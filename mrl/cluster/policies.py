@@ -254,11 +254,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
             )
             for rank, actor in enumerate(self.handles)
         }
-        hf, parallel, root = (
-            Path(section.model_name),
-            section.megatron_cfg.parallel,
-            env.cache_root(),
-        )
+        hf, parallel, root = Path(section.model_name), section.megatron_cfg.parallel, env.cache_root()
         # The first use of a model converts it here in the driver, while the ranks are being built. The checkpoint is
         # cut for the ranks of this run: each checks and reads a file of its own.
         with nullcontext() if root is None else mcore_in_use(hf, root, parallel=parallel) as cached:
@@ -308,16 +304,13 @@ class PolicyGroup(Actors[PolicyVerbs]):
                 pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine)
             self.wait(pending, deadline_s=None, what="set_batch")
 
-    def call_on_tokens(
-        self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
-    ) -> dict[int, PayloadRef]:
-        """Calls a function that takes or returns arrays of sequences; they move between ranks, here are references."""
-        return self.start_on_tokens(verb, batches, given)()
-
     def start_on_tokens(
         self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> Callable[[], dict[int, PayloadRef]]:
-        """Starts what `call_on_tokens` calls. The answer waits for it."""
+        """Starts a function that takes or returns arrays of sequences, which move between ranks; here are references.
+
+        The answer waits for it.
+        """
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
 
         def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:

@@ -210,7 +210,7 @@ class Refitter:
 
     @contextmanager
     def _without_silent(self) -> Iterator[None]:
-        """Takes engines that may leave, and alone give no answer in time inside the `with` block, for lost."""
+        """Takes engines that may leave, and alone give no answer in time in the `with` block, for lost."""
         try:
             yield
         except DeadlineExceeded as late:
@@ -322,7 +322,6 @@ class Refitter:
         move.address = address
 
     def _dedicated(self) -> list[int]:
-        """The dedicated engines that take part."""
         return [index for index in self.dedicated if index in self._present]
 
     def _point_at_sources(self, engines: Sequence[int]) -> None:

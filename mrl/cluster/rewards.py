@@ -23,7 +23,6 @@ import ray
 from conversion.texts import listed
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.book import VERDICTS, ActorWork
 from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import DeadlineExceeded
@@ -31,7 +30,7 @@ from mrl.cluster.payload import Packed, pack, pull
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import num_gateways
 from mrl.cluster.service import ANSWER_S, LOOK_S, NUM_THREADS, REWARDS, STUCK_S, Service
-from mrl.cluster.tasks import BackgroundTasks, Silence, wait_in_loop
+from mrl.cluster.tasks import VERDICTS, ActorWork, BackgroundTasks, Silence, wait_in_loop
 from mrl.cluster.traces import Traces
 from mrl.config.rules.data import NEMO_GYM, parts_at_work
 from mrl.config.schema.run import RunConfig
@@ -127,7 +126,6 @@ class Judge:
     def _make_tasks(
         self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]
     ) -> list[tuple[Task, Rollout | None, Remarks | None]]:
-        """Makes each rollout's task, keeps it if further turns may follow, and lists faults of its form."""
         start = time.monotonic()
         tasks = []
         for (_, prompt), rollout in zip(
@@ -273,7 +271,6 @@ class Rewards(Service[RewardActor, Unjudged, Ended | PayloadRef, int]):
             ) from None
 
     def _missing(self) -> str:
-        """The unjudged rollouts, for messages, with their number in each environment."""
         return self.book.missing("; " + listed(self.waits()))
 
     def take_seconds(self) -> float:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from conversion.texts import listed
 from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
-from mrl.cluster.book import GENERATION
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.tasks import Silence
+from mrl.cluster.tasks import GENERATION, Silence
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.order import LengthHints

@@ -90,7 +90,7 @@ ABSENT = "absent"
 
 @contextmanager
 def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[Path]:
-    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's (RAY_ADDRESS) on several.
+    """Ray, up in the `with` block: a private local cluster on one node, the launcher's (RAY_ADDRESS) on several.
 
     Gives the session folder, which nobody else may enter, and which goes with the run. With `log_folder`, a watchdog
     looks at the run's processes, and writes there.
@@ -204,8 +204,8 @@ _held: list[PayloadRef] = []
 def end_ray() -> None:
     """Shuts Ray down while all references to payloads are held. TimeoutError: it does not end in time.
 
-    Ray 2.60 removes its worker before Python knows, and ends the process, with code 1 and without a word, if another
-    thread, which writes rollouts or logs them, lets go of a reference in between (core_worker_process.cc).
+    Ray 2.60 removes its worker before Python knows, and ends the process without a word if another thread lets go of a
+    reference in between (core_worker_process.cc).
     """
     _held.extend(one for one in gc.get_objects() if type(one) is PayloadRef)
     ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
@@ -257,7 +257,7 @@ def join_cluster() -> None:
 def wait_for_graders(config: RunConfig, *, limit_s: float) -> list[dict]:
     """Ray's nodes that are online, once there is one for each of the run, those of `env.placement` included.
 
-    Those of the slots are there already: the launcher has waited for them. RuntimeError: one does not join in time.
+    The launcher has waited for those of the slots. RuntimeError: one does not join in time.
     """
     wanted, end = config.cluster.num_nodes + config.num_grader_nodes, time.monotonic() + limit_s
     while True:
@@ -308,7 +308,7 @@ def reclaim_dead_owners() -> None:
 
 @contextmanager
 def placed_slots(config: RunConfig, log_folder: Path | None = None, *, trains: bool = True) -> Iterator[Placement]:
-    """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`. Without `trains`: an evaluation."""
+    """Ray, and a place for every slot, in the `with` block; see `ray_runtime`. Without `trains`: an evaluation."""
     with ray_runtime(config, log_folder) as folder:
         deadlines = all_deadlines(config, trains=trains)
         for deadline in deadlines:
@@ -380,7 +380,6 @@ class Placement:
             self._num_cores = wait_all(pending, deadline_s=timeout_s, what="count of the cores of nodes")
 
     def _reserve(self, slots: range, bundle: dict[str, float], strategy: str) -> tuple[range, PlacementGroup]:
-        """Asks Ray for a bundle for each of these slots."""
         group = placement_group([bundle] * len(slots), strategy=strategy)
         self._places |= {slot: (group, place) for place, slot in enumerate(slots)}
         return slots, group

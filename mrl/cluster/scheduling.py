@@ -100,7 +100,7 @@ def judge_slots(config: RunConfig) -> dict[str, tuple[EngineSlots, ...]]:
 
 
 def find_shared_node(node_of: Mapping[int, int], own: Mapping[ModelName, range], num_slots: int) -> ModelName | None:
-    """A model with nodes of its own that would share one with another slot; None if there is none."""
+    """A model with nodes of its own that would share one with another slot, or None."""
     for model, slots in own.items():
         mine = {node_of[slot] for slot in slots}
         if any(node_of[slot] in mine for slot in range(num_slots) if slot not in slots):
@@ -149,8 +149,7 @@ async def until_no_engine_dies(
     """Repeats `attempt(restarted)` until no engine dies in it; its result, and the engines that were started again.
 
     `restart(index)` comes before the next attempt, and may itself lose an engine. Every attempt gets all engines
-    restarted so far, because a new one has none of what earlier attempts did. `died` is an engine that is dead before
-    the first attempt.
+    restarted so far. `died` is an engine that is dead before the first one.
     """
     restarted: set[int] = set()
     while True:

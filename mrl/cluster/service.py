@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 
-from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, VERDICTS, RequestBook
 from mrl.cluster.calls import Actors, answered
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.scheduling import ENGINE, JUDGE
-from mrl.cluster.tasks import BackgroundTasks
+from mrl.cluster.tasks import GENERATION, MAX_FRUITLESS_RESTARTS, VERDICTS, BackgroundTasks, RequestBook
 from mrl.config.texts import rounded
 
 if TYPE_CHECKING:
@@ -86,9 +85,8 @@ class Service(Actors[V], ABC, Generic[V, Q, A, R]):
     ) -> None:
         """Starts the actors. A call may take `deadline_s`, a start `start_s`; for `max_restarts` see `RequestBook`.
 
-        An actor that gives no sign of life for `look_s` hangs, and is started again; None: who asks it notices.
-        `on_death(index, lost)`, in the event loop, is called in place of what the kind of service does, after a failed
-        start, too.
+        An actor that gives no sign of life for `look_s` is started again; None: who asks it notices. `on_death(index,
+        lost)`, in the event loop, replaces what the kind of service does, after a failed start, too.
         """
         super().__init__(service.name, deadline_s=deadline_s)
         self.service, self.tasks, self.log_folder = service, tasks, log_folder

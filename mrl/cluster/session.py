@@ -19,8 +19,7 @@ from typing import ParamSpec, TypeVar
 from conversion.files.durable import remove_file
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
-from mrl.cluster.gateway import start_gateways
-from mrl.cluster.judge_engines import start_judges
+from mrl.cluster.gateway import JudgeGroup, start_gateways, start_judges
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
@@ -212,9 +211,7 @@ Session = PolicySession | RolloutSession
 @asynccontextmanager
 async def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> AsyncIterator[RolloutSession]:
     """All actors of a run, in the block; policy and engines each loaded the model folder by their own loader."""
-    async with placed_tasks(config, log_folder) as (placement, tasks):
-        rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
-        judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
+    async with started_services(config, log_folder) as (placement, tasks, rewards, judges):
         models, engines, refit = await start_models(
             config, placement, pad_token_id=pad_token_id, log_folder=log_folder, tasks=tasks
         )
@@ -232,7 +229,7 @@ async def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Pat
 
 @contextmanager
 def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicySession]:
-    """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
+    """The policy ranks of a run without engines, in the `with` block, with the model folder's weights."""
     with placed_slots(config, log_folder) as placement:
         ranks, reference = Ranks(config, placement, log_folder=log_folder), None
         if config.has_reference_apart:
@@ -249,9 +246,7 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
     """Engines and rewards alone, in the block; engines sample from the model's weights as `weight_version`."""
     # No refit brings weights to one that comes back.
     config = with_value(config, "policy.generation.min_num_engines", None)
-    async with placed_tasks(config, log_folder, trains=False) as (placement, tasks):
-        rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
-        judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
+    async with started_services(config, log_folder, trains=False) as (placement, tasks, rewards, judges):
         engines = EngineGroup(config, placement, log_folder=log_folder, tasks=tasks)
         await in_worker(engines.wait_until_up)
         await in_worker(rewards.wait_until_built)
@@ -275,14 +270,16 @@ async def start_engines(config: RunConfig, *, weight_version: int, log_folder: P
 
 
 @asynccontextmanager
-async def placed_tasks(
+async def started_services(
     config: RunConfig, log_folder: Path, *, trains: bool = True
-) -> AsyncIterator[tuple[Placement, BackgroundTasks]]:
-    """Ray, a place for every slot, and the driver's tasks, inside the block."""
+) -> AsyncIterator[tuple[Placement, BackgroundTasks, Rewards, Mapping[str, JudgeGroup]]]:
+    """Ray, a place for every slot, the driver's tasks, and what judges, inside the block."""
     with placed_slots(config, log_folder, trains=trains) as placement:
         try:
             async with started_tasks() as tasks:
-                yield placement, tasks
+                rewards = Rewards(config, placement, log_folder=log_folder, tasks=tasks)
+                judges = start_judges(config, placement, log_folder=log_folder, tasks=tasks)
+                yield placement, tasks, rewards, judges
         finally:
             remove_file(log_folder / FILE_NAME)
 

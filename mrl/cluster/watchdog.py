@@ -27,9 +27,8 @@ from typing import Protocol
 from conversion.files.limits import flush_console, within
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.carrier import local_file
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
-from mrl.cluster.lifetime import kill_processes
+from mrl.cluster.lifetime import kill_processes, local_file
 from mrl.cluster.tasks import AT_WORK
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import all_deadlines
@@ -122,10 +121,8 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
         own = spent if found.command not in RAY_PROCESSES else []
-        cpu_s, io_bytes = (
-            found.cpu_s + sum(cpu for cpu, _ in own),
-            read_io(pid) + found.fault_bytes + sum(io for _, io in own),
-        )
+        cpu_s = found.cpu_s + sum(cpu for cpu, _ in own)
+        io_bytes = read_io(pid) + found.fault_bytes + sum(io for _, io in own)
         if name or found.state in STOPPED:
             reading = ProcessReading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
             if (sign := signs.get(pid)) is not None:
@@ -165,7 +162,7 @@ def read_stacks(folder: Path) -> Stacks:
 
 
 def is_asleep(pid: int, cpu_s: float) -> bool:
-    """True when all threads of a process sleep and it has used `cpu_s` processor seconds, as at an earlier look."""
+    """True if all threads of a process sleep and it has used `cpu_s` processor seconds, as at an earlier look."""
     found = read_process(pid)
     if found is None or found.cpu_s != cpu_s:
         return False
@@ -174,7 +171,7 @@ def is_asleep(pid: int, cpu_s: float) -> bool:
 
 
 def writes_stacks(pid: int) -> bool:
-    """True when a process handles `STACK_SIGNAL`, which would kill a process that does not."""
+    """True if a process handles `STACK_SIGNAL`, which would kill a process that does not."""
     try:
         handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -243,7 +240,6 @@ class Watchdog:
             self._threads[1].join(CONSOLE_TIMEOUT_S)
 
     def _probe(self) -> None:
-        """Asks the run folder's file system for a write, and again when it has answered."""
         while not self._is_over.wait(self.interval_s):
             try:
                 os.utime(self._log_folder)
@@ -303,7 +299,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """True when the driver is in a wait without limit; a wait for a file system may still end, and let it save."""
+        """True if the driver is in a wait without limit; a wait for a file system may still end, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 

@@ -156,8 +156,8 @@ class Problems:
     def add(self, key: str, rule: str, way_out: str, kind: Kind = "refused", *, others: Sequence[str] = ()) -> None:
         """Adds a problem with the value of a dotted key.
 
-        With `others`, keys that break the rule as well as `key`, the rule says by itself what is wrong, and the text
-        begins with the key that the user set last: on the command line, in the file, in a file that it inherits.
+        With `others`, keys that break the rule as well, the rule says by itself what is wrong, and the text begins with
+        the key that the user set last: on the command line, in the file, in a file that it inherits.
         """
         last = self._set_last([key, *others])
         value = self._value(last)
@@ -234,6 +234,6 @@ def spell(value: object) -> str:
 
 
 def prefix_of(model: ModelName) -> str:
-    """Returns the prefix of a model's keys in messages: "policy.", "value.", "teacher.", or one of several teachers."""
+    """The prefix of a model's keys in messages: "policy.", "value.", "teacher.", or one of several teachers."""
     role, _, name = model.partition(":")
     return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")

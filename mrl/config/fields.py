@@ -46,11 +46,9 @@ class Range:
         if self.low == -math.inf:
             return "finite"
         low = f"{'above' if self.is_low_open else 'at least'} {self.low:g}"
-        return (
-            low
-            if self.high in (math.inf, _LARGEST)
-            else f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
-        )
+        if self.high in (math.inf, _LARGEST):
+            return low
+        return f"{low} and {'below' if self.is_high_open else 'at most'} {self.high:g}"
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> object:
         from pydantic import WrapValidator
@@ -75,7 +73,7 @@ class Range:
 class Only:
     """The one value of a key that mrl has so far, and why. pydantic checks it in `Annotated`.
 
-    `others` are the texts that `reason` is about; a text that is none of them is an unknown value.
+    `others` are the texts that `reason` is about; any other is an unknown value.
     """
 
     value: object

@@ -235,7 +235,6 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, obje
 
 
 def _written(node: yaml.Node) -> object:
-    """The value of a node with each scalar as its text."""
     if isinstance(node, yaml.MappingNode):
         return {name.value: _written(value) for name, value in node.value if isinstance(name, yaml.ScalarNode)}
     return [_written(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value

@@ -36,7 +36,7 @@ def form_of(generation: GenerationConfig, sizes: ModelSizes) -> str:
 
 
 def has_whole_blocks(generation: GenerationConfig, sizes: ModelSizes) -> bool:
-    """True when a worker's part of each expert is of whole blocks; vLLM pads others, where no refit writes."""
+    """True if a worker's part of each expert is of whole blocks; vLLM pads others, where no refit writes."""
     parallel = generation.parallel
     width = sizes.expert_ffn // (parallel.tp if parallel.ep == 1 else 1)
     return not sizes.experts or (width % BLOCK == 0 and (sizes.latent or sizes.hidden) % BLOCK == 0)

@@ -184,7 +184,6 @@ def _listed(key: Key) -> Key:
 
 @functools.cache
 def _beginnings() -> set[Key]:
-    """The sections of all known keys."""
     parts = [tuple(known.split(".")) for known in _known_keys()[0]]
     return {key[:end] for key in parts for end in range(1, len(key))}
 

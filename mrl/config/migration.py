@@ -82,7 +82,7 @@ def _lines(notes: Iterable[Note]) -> list[str]:
 
 
 class Dialect(Protocol):
-    """Functions that put another program's settings into the words of the schema: `mrl.nemo.dialect.words`."""
+    """Functions that put another program's settings into the words of the schema: `mrl.nemo.dialect.translate`."""
 
     @property
     def DIALECT_KEYS(self) -> frozenset[str]: ...

@@ -57,9 +57,9 @@ _FILE_ENDINGS = tuple(
 
 
 def is_hub_id(model: str) -> bool:
-    """Tells whether `model` can only be a Hub id, `organisation/name`. No Hub name begins or ends with a dot or a dash.
+    """True if `model` can only be a Hub id, `organisation/name`. No Hub name begins or ends with a dot or a dash.
 
-    A name that ends like a file (`data/train.jsonl`) is a path, though a repository could have it.
+    A name that ends like a file (`data/train.jsonl`) is a path.
     """
     name = r"(?![.-])[\w.-]+(?<![.-])"
     is_id = re.fullmatch(f"{name}/{name}", model, re.ASCII) is not None and not model.lower().endswith(_FILE_ENDINGS)
@@ -76,7 +76,7 @@ def way_to_prepare(path: str) -> str:
 
 
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
-    """The snapshot of a Hub id in the local cache; None if it is not there, or not all of it. Asks no network."""
+    """The snapshot of a Hub id in the local cache, or None if it is not there, or not all of it. Asks no network."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with suppress(LocalEntryNotFoundError):
@@ -174,7 +174,7 @@ def download_weights(config: RunConfig) -> None:
 def find_missing_weights(config: RunConfig) -> list[Problem]:
     """A problem per model whose config.json is here and weights are incomplete. Rules report a missing config.json.
 
-    `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
+    `config` has the names as given: `is_downloaded` tells which problems a start of the run solves.
     """
     found: dict[Path, Problem] = {}
     for key, name in named_models(config).items():
@@ -216,7 +216,7 @@ def find_wrong_weights(config: RunConfig) -> list[Problem]:
 
 
 def is_downloaded(problem: Problem) -> bool:
-    """Tells whether a problem is a model of the Hub that is not here, which the start of a run downloads."""
+    """True if a problem is a model of the Hub that is not here, which the start of a run downloads."""
     return is_hub_id(problem.value or "")
 
 
@@ -441,7 +441,7 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
 
     That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have
     no link; those of sub-folders, where vLLM does not look, have one beside the others. Equal folders are made once.
-    All hosts that read the result must have `folder` at the same path.
+    All hosts must have `folder` at the same path.
     """
     hf_config = read_config(folder / "config.json")
     merged = overridden_config(read_model_config(folder), overrides)

@@ -157,7 +157,7 @@ class Hook:
 
 
 def is_path(name: str) -> bool:
-    """Tells whether `name` is a path to an object rather than one of mrl's names."""
+    """True if `name` is a path to an object rather than one of mrl's names."""
     return "." in name or ":" in name
 
 
@@ -244,13 +244,11 @@ def misspelt(path: str, kind: Kind) -> list[str]:
 
 
 def _file(name: str, places: list[str]) -> str | None:
-    """The file of a module or package in one of these folders, without importing it."""
     spec = PathFinder.find_spec(name, places)
     return None if spec is None else spec.origin
 
 
 def _imported(source: str) -> set[str]:
-    """Top names of the modules that a source imports, wherever it does."""
     nodes = list(ast.walk(ast.parse(source)))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     from_ = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
@@ -305,8 +303,8 @@ def missing_columns(path: str, columns: Collection[str], *, has_answer: bool) ->
 def bind(found: Callable[..., object], kind: Kind) -> Hook:
     """Binds a function's parameters to the values of its kind by name. A ValueError says which names it may take.
 
-    A parameter without a default has to name a value, in whatever place it stands. The only one of a hook of one value
-    is that value. `*args` stays empty. What `functools.partial` has set stays as it is.
+    A parameter without a default has to name a value, in whatever place; the only one of a hook of one value is that
+    value. `*args` stays empty. What `functools.partial` has set stays as it is.
     """
     if isinstance(found, type):
         raise ValueError(f"is a class; write {_wanted(found, kind)}")
@@ -349,7 +347,6 @@ def bind(found: Callable[..., object], kind: Kind) -> Hook:
 
 
 def _value(name: str, default: object, kind: Kind) -> str | None:
-    """The value that a parameter of this name gets."""
     if name in kind.parameters:
         return name
     is_open = default is _NONE or default is None or default == ""

@@ -98,7 +98,7 @@ def readers(template: str, marks: tuple[tuple[str, tuple[str, ...]], ...]) -> tu
 
 
 def shows_tools(config: RunConfig) -> bool | None:
-    """Tells whether the template of conversations over HTTP reads a request's tools; None if it is not here."""
+    """True if the template of conversations over HTTP reads a request's tools; None if it is not here."""
     template = served_text(config)
     return None if template is None else bool(re.search(r"\btools\b", template))
 

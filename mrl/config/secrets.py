@@ -29,10 +29,9 @@ import mrl
 from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
-from mrl.config.passwords import without_passwords
+from mrl.config.passwords import without_passwords, without_tokens
 from mrl.config.streams import safe_console, write_no_more
 from mrl.config.texts import safe_text, spelled
-from mrl.config.tokens import without_tokens
 
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
 """plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object
@@ -215,7 +214,7 @@ def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
 def redact_command(words: Sequence[str], secrets: AbstractSet[str] = frozenset()) -> list[str]:
     """The words of a command without secrets.
 
-    A word is shown only if it is known to be none: the program, a name of an option, a number, a file, or a config key
+    A word is shown only if it is known to be none: the program, an option's name, a number, a file, or a config key
     with its value, of a hidden key without. Programs of users may take what they like, `-p hunter2`.
     """
     shown = list[str]()
@@ -358,8 +357,8 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 def run_entry(main: Callable[[], int]) -> int:
     """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1.
 
-    A package that is missing in this Python gives 2, and the command that installs it; so does a file of somebody else.
-    Whatever is printed meanwhile, no text controls a terminal.
+    A missing package gives 2, and the command that installs it; so does a file of somebody else. Whatever is printed
+    meanwhile, no text controls a terminal.
     """
     with safe_console():
         return _run(main)

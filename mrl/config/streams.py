@@ -28,7 +28,7 @@ class SafeConsole:
     """An output stream without terminal controls, for all writers: argparse, print, loggers, libraries.
 
     A terminal may get what progress bars consist of: a carriage return at the start of a text, moves by a line. A log
-    gets one line of a bar, its last, and of a slow one a line each `BAR_INTERVAL_S`.
+    gets a bar's last line, and of a slow one a line each `BAR_INTERVAL_S`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -90,7 +90,7 @@ class SafeConsole:
 
 @contextmanager
 def safe_console() -> Iterator[None]:
-    """Makes both output streams of this process safe inside the `with` block."""
+    """Makes both output streams of this process safe in the `with` block."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, SafeConsole(stream)) for stream in streams)
     try:

@@ -122,7 +122,7 @@ class Tree:
         return OmegaConf.create(self.content)
 
     def value(self, dotted: str) -> object:
-        """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
+        """The resolved value of a dotted key, such as `data.train.datasets[0].seed`, or None.
 
         Raises:
             Unresolved: its expression, or one that this refers to, cannot be resolved.
@@ -161,7 +161,7 @@ class Tree:
         return written
 
     def written(self, dotted: str) -> object:
-        """The unresolved value of a dotted key; None if there is none."""
+        """The unresolved value of a dotted key, or None."""
         value: object = self.content
         for name in re.findall(r"[^.\[\]]+", dotted):
             value = (
@@ -178,8 +178,8 @@ class Tree:
 def read_config(tree: Tree, settings: Settings, misplaced: set[str]) -> tuple[RunConfig | None, list[Problem]]:
     """The config of a tree, and the problems of its values; no config: the algorithm is not known.
 
-    `settings` has the origins of the values. Keys in `misplaced` have problems already. Reading a value of the config
-    that is not known raises NotKnown with the key at fault: that key, or one that its expression refers to.
+    `settings` has the origins of the values. Keys in `misplaced` have problems already. Reading a value that is not
+    known raises NotKnown with the key at fault: that key, or one that its expression refers to.
     """
     reader = _Reader(tree, settings)
     reader.read(SCHEMA, "", tree.content)
@@ -369,7 +369,6 @@ def _put(content: dict[str, Any], key: Key, value: object) -> None:
 
 
 def _defaults(node: SchemaNode | None) -> dict[str, Any]:
-    """A copy of the defaults of a section that is null by default; empty for anything else."""
     return copy.deepcopy({name: child.default for name, child in node.children.items()}) if node else {}
 
 

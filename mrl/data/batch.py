@@ -63,7 +63,7 @@ def batch_units(
     """Sequences that stay together in a row, and their tokens over those that a model computes if they share prefixes.
 
     None: they share none, and each is a unit of its own. `auto` decides by the tokens, before rows are made, so that a
-    batch is the same on all ranks, and in a run that is resumed.
+    batch is the same on all ranks, and in a resumed run.
     """
     whole = [Unit((index,), info.num_tokens) for index, info in enumerate(infos)]
     if not shares:
@@ -98,10 +98,8 @@ def plan_batch(
     """
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     packing = policy.sequence_packing
-    train_tokens, logprob_tokens = (
-        max_row_tokens(policy, "train", group_size),
-        max_row_tokens(policy, "logprob", group_size),
-    )
+    train_tokens = max_row_tokens(policy, "train", group_size)
+    logprob_tokens = max_row_tokens(policy, "logprob", group_size)
     if packing.enabled:
         train = planning.pack(padded, algorithm=packing.algorithm, row_tokens=train_tokens, dp_size=dp_size, cost=cost)
         logprob = train
@@ -154,9 +152,8 @@ def plan_metrics(
 def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> Batch:
     """The batch of these examples with payloads, as if an engine had drawn them: a pure function of their order.
 
-    The sequences of an example are adjacent in one row. All examples have the same number of sequences, at least one.
-    Where they have two, a row has twice the tokens: its limit is that of the preferred answers, and as many again of
-    the others.
+    An example's sequences are adjacent in one row; all examples have the same number of them. Where that is two, a row
+    has twice the tokens: its limit is that of the preferred answers, and as many again of the others.
     """
     size = len(examples[0].sequences)
     lengths = [

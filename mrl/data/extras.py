@@ -183,7 +183,7 @@ def check_learned(fields: Fields, *, algorithm: str) -> None:
 
 
 def is_learned(message: Message, name: str) -> bool:
-    """Tells whether an assistant's message is learned, as its `MARKS` say. RowError: contradictory or unknown ones."""
+    """True if an assistant's message is learned, as its `MARKS` say. RowError: contradictory or unknown ones."""
     values = set[bool]()
     for key, value in message.items():
         if key in MARKS:

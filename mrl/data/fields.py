@@ -156,7 +156,7 @@ def said(role: str, text: str) -> Message:
 
 
 def is_conversation(value: object) -> bool:
-    """Tells whether a value is a conversation: a list, or the JSON text of messages, as tables store it."""
+    """True if a value is a conversation: a list, or the JSON text of messages, as tables store it."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return isinstance(value, list)
     entries = _parsed(value)
@@ -239,7 +239,6 @@ def content_text(content: object, name: str) -> str:
 
 
 def _parsed(text: str) -> object:
-    """Parses a text as JSON; returns the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -92,7 +92,7 @@ def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]
 
 
 def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
-    """True when `find_data_files` finds a data set without a download."""
+    """True if `find_data_files` finds a data set without a download."""
     if os.path.exists(dataset.source) or dataset.source.startswith(FROM_VERIFIERS):
         return True
     try:
@@ -197,7 +197,6 @@ def _text(path: Path) -> str:
 
 
 def _chosen(configs: MetadataConfigs, dataset: DatasetConfig, folder: Path, setting: str) -> tuple[str, dict[str, Any]]:
-    """Name and content of the config to read: `subset`, else the data set's default."""
     subset, names = dataset.subset or known_dataset(dataset.dataset_name).subset, ", ".join(configs)
     if subset is not None and subset in configs:
         return subset, configs[subset]
@@ -242,7 +241,6 @@ def _files_of_config(folder: Path, config: tuple[str, dict[str, Any]], split: st
 
 
 def _patterns_of(content: Mapping[str, Any]) -> list[str]:
-    """Patterns of files and the folder in a config of a header."""
     given = content.get("data_files") or []
     entries = given if isinstance(given, list) else [given]
     paths = [entry["path"] if isinstance(entry, dict) else entry for entry in entries]

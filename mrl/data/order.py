@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of prompts: over a run, from the config alone; within a step, longest rollouts first. A run's steps."""
+"""Order of prompts: over a run, from the config alone; within a step, longest rollouts first. A run's steps.
+
+The curriculum by difficulty (difficulty_pools) leaves prompts out of an epoch by the rewards that they have had.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 
 from mrl.config.errors import NotKnown
-from mrl.config.schema.data import DatasetConfig, TrainDatasetConfig
+from mrl.config.schema.data import DatasetConfig, DifficultyPoolConfig, TrainDatasetConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.records import records
 from mrl.types import Prompt, PromptKey
@@ -51,7 +56,7 @@ class PromptOrder:
     def at(self, position: int, count: int) -> list[tuple[int, int]]:
         """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, index)`.
 
-        Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
+        Continues with the next epoch where one ends: none is dropped, and within an epoch none is taken twice.
         """
         return list(islice(self._from(position), count))
 
@@ -82,7 +87,6 @@ class PromptOrder:
             heapreplace(turns, (_turn(taken[part], self._weights[part]), part))
 
     def _taken(self, position: int) -> list[int]:
-        """Prompts of each data set among the first `position`."""
         # All turns up to this one are taken: each data set has then rounded its quota, by half a prompt at most.
         last = (position - len(self._weights) / 2 - 1) / sum(self._weights)
         taken = [max(0, int(last * weight) - 1) for weight in self._weights]
@@ -116,8 +120,7 @@ def prompt_order(config: RunConfig, sizes: Sequence[int]) -> PromptOrder:
 class LengthHints:
     """Expected lengths of rollouts: those of the prompt in an earlier epoch, else the mean of its environment.
 
-    Longest first is the classic rule for short tails (Graham, 1969): a long rollout that begins last is alone on its
-    engine at the end.
+    Longest first is the classic rule for short tails (Graham, 1969): a long rollout that begins last ends alone.
     """
 
     def __init__(self) -> None:
@@ -198,3 +201,61 @@ def _num_rows(key: str, dataset: DatasetConfig, most: int) -> int:
 
     files = find_data_files(dataset, setting=key)
     return sum(1 for _ in islice((record for path in files for record in records(path)), most))
+
+
+logger = logging.getLogger(__name__)
+# Its multiples lie in the unit interval as evenly as any number's, however many of them in a row.
+GOLDEN = (5**0.5 - 1) / 2
+BeginEpoch = Callable[[int, int], tuple[Mapping[str, float], bool]]
+"""Mean reward of prompts, by id, when this epoch of this data set began; and whether it begins now."""
+
+
+class DifficultyPools:
+    """Tells which prompts an epoch leaves out. All of an epoch is decided when its first prompt comes up.
+
+    A prompt of a pool of weight w is asked in epoch e if a whole number lies in ((e - 1) w + p, e w + p]: with w = 1/5
+    in every fifth epoch. p in [0, 1) spreads the prompts of any part of a file, so that a fifth of them is in each.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, DifficultyPoolConfig],
+        sizes: Sequence[int],
+        id_at: Callable[[int], str],
+        begin: BeginEpoch,
+    ) -> None:
+        """`sizes` are the numbers of prompts of data sets with epochs of their own; `id_at` counts through all."""
+        self._pools = sorted(pools.items(), key=lambda pool: pool[1].threshold)
+        self._starts, self._sizes = [0, *accumulate(sizes)][:-1], sizes
+        self._id_at, self._begin = id_at, begin
+        self._left_out: dict[int, tuple[int, set[int]]] = {}
+
+    def leaves_out(self, epoch: int, index: int) -> bool:
+        """True for a prompt that this epoch does not ask."""
+        part = bisect_right(self._starts, index) - 1
+        if self._left_out.get(part, (-1,))[0] != epoch:
+            self._left_out[part] = epoch, self._decide(part, epoch)
+        return index in self._left_out[part][1]
+
+    def _decide(self, part: int, epoch: int) -> set[int]:
+        rewards, is_new = self._begin(part, epoch)
+        start = self._starts[part]
+        left_out, total, asked = set[int](), Counter[str](), Counter[str]()
+        for index in range(start, start + self._sizes[part]):
+            reward = rewards.get(self._id_at(index))
+            if reward is None:
+                continue
+            name, weight = self._pool_of(reward)
+            place = (index - start) * GOLDEN % 1
+            is_asked = math.floor(epoch * weight + place) > math.floor((epoch - 1) * weight + place)
+            total[name] += 1
+            asked[name] += is_asked
+            left_out |= set() if is_asked else {index}
+        if is_new and total:
+            told = ", ".join(f"{name} {asked[name]} of {total[name]}" for name, _ in self._pools)
+            logger.info("Epoch %d asks %s prompts, and all without a reward (data.difficulty_pools)", epoch, told)
+        return left_out
+
+    def _pool_of(self, reward: float) -> tuple[str, float]:
+        name, pool = next((one for one in self._pools if reward <= one[1].threshold), self._pools[-1])
+        return name, pool.weight

@@ -42,8 +42,8 @@ class PackedRoutes:
 class PrefixTree:
     """The U tokens of a row without repetition, level by level.
 
-    A node is a run of tokens that all its sequences have after its parent's. A path is the tokens of a node and of all
-    nodes above it, from the first of a sequence.
+    A node is a run of tokens that all its sequences have after its parent's; a path, the tokens of a node and of all
+    nodes above it.
     """
 
     positions_U: torch.Tensor
@@ -182,8 +182,8 @@ def pack_row(
 ) -> PackedRow:
     """Packs sequences, with pulled payloads, by index into `Batch.sequences`, into one row; without any, all padding.
 
-    Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from
-    the sequence, and the row to a multiple of `divisible_by`, itself a multiple of the other.
+    Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, and the row to a multiple of
+    `divisible_by`, itself a multiple of the other.
     """
     assert divisible_by % sequence_multiple == 0
     rollouts = [sequence.rollout.pulled for sequence in sequences.values()]

@@ -61,9 +61,9 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
     """Cost on the model of a config.json; with `mtp_steps`, of so many steps of multi-token prediction, too.
 
     A token meets every matrix once, of routed experts its top k, with two operations for an element. In an attention
-    layer it meets on average half of its sequence, with four operations for each of its query's elements (scores, and
-    their weighted sum). Mamba layers carry a state of fixed size: no quadratic term; their scan takes seven operations
-    for each element of the state of a channel. So counts Megatron-LM, too (`num_floating_point_operations`).
+    layer it meets on average half of its sequence, with four operations for each of its query's elements. Mamba layers
+    have no quadratic term; their scan takes seven operations for each element of a channel's state. So counts
+    Megatron-LM, too (`num_floating_point_operations`).
     """
     found, sizes = family(hf_config), sizes_of(hf_config)
     shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
@@ -88,9 +88,9 @@ def pack(lengths: Sequence[int], *, algorithm: str, row_tokens: int, dp_size: in
     """Rows of at most `row_tokens` tokens.
 
     `balanced` deals the sequences to the ranks, costliest first, each to the rank with the least load in tokens and in
-    cost so far, and packs each rank's own. The costliest rows come first, so that rows at the same place cost about the
-    same on all ranks: experts that are spread over ranks make them wait for each other in every layer. The algorithms
-    of `PACKERS` pack all sequences, and deal the rows.
+    cost so far, and packs each rank's own. The costliest rows come first, so that rows at one place cost about the same
+    on all ranks: experts that are spread over ranks make them wait for each other in every layer. The algorithms of
+    `PACKERS` pack all sequences, and deal the rows.
     """
     _check_fit(lengths, row_tokens)
     weights = [(float(length), cost.of(length)) for length in lengths]
@@ -145,7 +145,7 @@ def prompt_units(rollouts: Sequence[RolloutInfo], *, row_tokens: int, dp_size: i
     """The sequences of each prompt's rollouts, in as few units as fit a row; none exceeds a rank's share of all.
 
     A prompt counts once in a unit, and so do tokens that a further sequence of a rollout has in common with another one
-    of the unit, as the turns of an agent do; fewer than `least_shared` count in each sequence.
+    of the unit; fewer than `least_shared` count in each sequence.
     """
     _check_fit([info.num_tokens for info in rollouts], row_tokens)
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -304,12 +304,10 @@ def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Ro
     """
     items = _sorted(lengths)
     above = [bisect_right(items, (row_tokens // parts, math.inf)) for parts in (2, 3, 6)]
-    large, medium, small, tiny = (
-        items[above[0] :],
-        items[above[1] : above[0]],
-        items[above[2] : above[1]],
-        items[: above[2]],
-    )
+    large = items[above[0] :]
+    medium = items[above[1] : above[0]]
+    small = items[above[2] : above[1]]
+    tiny = items[: above[2]]
     rows = [[item] for item in reversed(large)]
     for row in rows:
         row += _take_longest(medium, row_tokens - row[0][0])
@@ -338,7 +336,6 @@ def _take_longest(items: list[Item], room: int) -> list[Item]:
 
 
 def _filled(rows: list[list[Item]], items: list[Item], row_tokens: int) -> Rows:
-    """Fills each row with the longest of the sorted items that fit, and opens rows for the rest; as indices."""
     filled = []
     opened = iter(rows)
     while (row := next(opened, [])) or items:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a run: read from files, rendered, tokenised, and short enough for the context."""
+"""The prompts of a run: read from files, rendered, tokenised, and short enough for the context.
+
+A teacher may see others in their place: a column of the row, with a solution or a hint. It scores the tokens that the
+policy drew behind its own prompt as if they stood behind this one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING
 from conversion.files.hf_folder import read_config
 from mrl.config.errors import ConfigError, Problem
 from mrl.config.own import ANSWERS, REWARD, find_reward, missing_columns
-from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, key_of, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import BUILT_IN, FROM_VERIFIERS, NEED_ANSWER
 from mrl.config.texts import safe_text
@@ -23,6 +27,7 @@ from mrl.data.chat import (
     ChatFormat,
     load_chat_format,
     most_tokens,
+    read_text,
     render,
     template_variables,
     tokenize,
@@ -34,19 +39,19 @@ from mrl.data.extras import check_asked, check_prompt, check_request, template_k
 from mrl.data.fields import REQUEST, Fields, Message, RowError, agent_of, first_key
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
-from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
-from mrl.data.teacher_prompts import TeacherPrompts, load_teacher_prompt
+from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row, teacher_messages
 from mrl.data.trial import try_template
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
     from mrl.config.schema.env import EnvConfig
     from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
+    from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +109,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         return dataclasses.replace(prompt, prompt_id=prompt_id, token_ids=token_ids)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    if problems := lacking_columns(config, config.data.train_sets | config.data.validation_sets):
+    if problems := lacking_columns(config, config.data.sets):
         raise ConfigError(problems)
     train, validation, left_out = read_split(
         config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish
@@ -137,7 +142,7 @@ def idle_parts(config: RunConfig, sets: Mapping[str, DatasetConfig]) -> list[str
     ValueError: one of the sets cannot be read.
     """
     functions = config.env.own.functions
-    sources = {dataset.source for dataset in (config.data.train_sets | config.data.validation_sets).values()}
+    sources = {dataset.source for dataset in config.data.sets.values()}
     sections = {
         "own.functions": functions,
         "own.agents": config.env.own.agents,
@@ -221,10 +226,8 @@ def prompt_reader(
             raise RowError(reason)
         return text
 
-    files, hint = (
-        find_data_files(dataset, setting=key, section=config.env),
-        partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True),
-    )
+    files = find_data_files(dataset, setting=key, section=config.env)
+    hint = partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True)
     parse_row_of = with_processor(dataset.processor, parse)
     drops_repeats = known_dataset(dataset.dataset_name).repeats_rows
     return Reader(key, dataset.source, files, parse_row_of, dataset.repeat, hint, drops_repeats)
@@ -300,7 +303,6 @@ def kept_columns(path: str, fields: Fields, dataset: DatasetConfig) -> Fields:
 
 
 def _check_columns(path: str, row: ParsedRow) -> None:
-    """Raises RowError if a reward function has a parameter that is neither a value of mrl nor a column of the row."""
     has = [name for name, value in row.rest.items() if value is not None or name not in ANSWERS]
     if missing := missing_columns(path, has, has_answer=bool(row.answer)):
         raise LacksColumns(path, missing, has, has_answer=bool(row.answer))
@@ -353,3 +355,61 @@ def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) 
     return dataclasses.replace(
         sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k
     )
+
+
+def load_teacher_prompt(dataset: DatasetConfig, default: DataDefaultConfig, key: str) -> str | None:
+    """Reads the prompt file for the teacher's question of a data set that stands at `key` in the config, if any."""
+    if (path := dataset.teacher_prompt_file) is None:
+        return None
+    setting = f"{key_of('teacher_prompt_file', default, dataset, key)}={path}"
+    template = read_text(path, setting=setting.removesuffix(f"={path}"))
+    try:
+        formatted = template.format("", hint="<hint>")
+    except (AttributeError, IndexError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{setting} is not a format string ({error!r}); write {{}} for the question, {{hint}} for the text under "
+            "teacher_key, and double every other brace"
+        ) from error
+    if "<hint>" not in formatted:
+        raise ValueError(f"{setting} has no place for the text under teacher_key; write {{hint}} where it belongs")
+    return template
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """Prompts for the teachers of a data set's rows. `template`: the text of `teacher_prompt_file`, if any."""
+
+    dataset: DatasetConfig
+    config: RunConfig
+    template: str | None
+
+    def messages(self, fields: Fields, row: ParsedRow, env_name: str) -> list[Message] | None:
+        """The conversation that a row's teacher sees; None: the policy's. RowError: there is none."""
+        if self.dataset.teacher_key is None:
+            return None
+        if is_agent(env_name, self.config.env):
+            raise RowError(
+                f"the agent {env_name} writes the prompts of its rollouts itself, and no teacher sees others; set "
+                "teacher_key=null, or use an environment that is no agent"
+            )
+        return teacher_messages(fields, row, self.dataset, self.template)
+
+    def form(self, chat: ChatFormat) -> ChatFormat:
+        """The policy's chat format, without its prompt file if the teacher has one of its own."""
+        return chat if self.template is None else replace(chat, prompt="{}")
+
+    def check_length(self, teacher: ModelName, length: int, asked: int) -> None:
+        """Raises RowError if a prompt of `length` tokens and the longest rollout exceed the teacher's context.
+
+        `asked`: tokens of the policy's prompt, which leaves the rest of its context to the rollout.
+        """
+        generation, most = self.config.policy.generation, self.config.model(teacher).max_total_sequence_length
+        room = generation.vllm_cfg.max_model_len - asked
+        if self.config.rollouts.max_rollout_turns == 1:
+            room = min(room, generation.max_new_tokens)
+        if length + room > most:
+            raise RowError(
+                f"the teacher's prompt has {length} tokens, and a rollout up to {room}: together more than the "
+                f"teacher's max_total_sequence_length={most}; raise that, lower policy.generation.max_new_tokens, "
+                f"shorten {self.dataset.teacher_key}, or drop the row"
+            )

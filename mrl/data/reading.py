@@ -232,8 +232,8 @@ def read_split(
 ) -> tuple[Rows[Example], Rows[Example], list[LeftOut]]:
     """Training rows, validation rows, and the skipped rows of each data set of `data`.
 
-    `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for
-    it. Validation rows that are held out of the training rows come first.
+    `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example on demand. Validation
+    rows held out of the training rows come first.
     """
     names, spool, problems = Names(), Spool[Value](), list[str]()
 
@@ -301,15 +301,13 @@ def sort_out(
 ) -> tuple[list[str], array[int], LeftOut]:
     """Sorts the rows of a data set into good ones (ids, places in `spool`) and bad ones. `read` yields rows of a file.
 
-    A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
+    A row without an id is called `<file stem>:<line>`; one that takes another row's name is a bad row.
     """
-    ids, positions, left_out, seen, kept = (
-        list[str](),
-        array("Q"),
-        LeftOut(reader.setting),
-        set[int](),
-        hashlib.sha256(),
-    )
+    ids = list[str]()
+    positions = array("Q")
+    left_out = LeftOut(reader.setting)
+    seen = set[int]()
+    kept = hashlib.sha256()
     for path in reader.files:
         stem = names.stem_of(path)
         for record in (read or _with_progress)(path, reader.setting):
@@ -397,7 +395,6 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
 
 
 def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
-    """Groups bad rows by reason: a line each with the first places, and the number of reasons not shown."""
     places: dict[str, list[str]] = {}
     for row in bad:
         places.setdefault(row.reason, []).append(row.place)
@@ -470,7 +467,7 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
 
 
 def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:
-    """Writes skipped rows into `folder`, if there are any."""
+    """Writes skipped rows into `folder`, if any."""
     counts = {}
     for left_out in data_sets:
         if not (left_out.bad or left_out.without_environment or left_out.too_long or left_out.num_repeated):

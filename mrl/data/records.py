@@ -99,7 +99,7 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def begins_as_array(path: Path) -> bool:
-    """True when a `.json` file is one JSON array of rows rather than a row in each line."""
+    """True if a `.json` file is one JSON array of rows rather than a row in each line."""
     if not path.name.lower().endswith(".json"):
         return False
     with os.fdopen(open_file(path), "rb") as file:

@@ -110,7 +110,6 @@ def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
 
 
 def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence[Message]:
-    """The messages with their thoughts under a name that the template reads, if it reads one."""
     known = [key for key in THOUGHTS if re.search(rf"""\.{key}\b|['"]{key}['"]""", template)]
     names = {key: known[0] for key in THOUGHTS if known and key not in known}
     return [
@@ -242,7 +241,7 @@ def _texts(arguments: object) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """True when the template shows tools. If not, warns once: environments may need a row's tools all the same."""
+    """True if the template shows tools. If not, warns once: environments may need a row's tools all the same."""
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": _MARK, "description": "x", "parameters": schema}}]
     try:

@@ -21,7 +21,7 @@ from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split,
 from mrl.data.rendering import Conversation, fit, write
 from mrl.data.rows import other_kind, parse_pair, parse_row
 from mrl.data.trial import try_template
-from mrl.data.turns import MARKUP
+from mrl.data.turns import special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,16 +114,14 @@ def example_reader(
         own = template_kwargs_of(fields, variables)
         if config.learns_pairs:
             pair = parse_pair(fields, dataset)
-            unshown, conversations = (
-                pair.unshown,
-                [Conversation([*pair.messages, *reply], pair.tools) for reply in (pair.chosen, pair.rejected)],
-            )
+            unshown = pair.unshown
+            conversations = [
+                Conversation([*pair.messages, *reply], pair.tools) for reply in (pair.chosen, pair.rejected)
+            ]
         else:
             row = parse_row(fields, dataset)
-            unshown, conversations = (
-                row.unshown,
-                [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)],
-            )
+            unshown = row.unshown
+            conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
         for conversation in conversations:
             learned_of(conversation, only_final=how.only_unmask_final)
         identity = json.dumps([[conversation.messages, conversation.tools] for conversation in conversations])
@@ -142,10 +140,8 @@ def example_reader(
             raise TooLong(longest)
         return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"), identity, unshown)
 
-    files, hint = (
-        find_data_files(dataset, setting=key),
-        partial(other_kind, dataset=dataset, reads_pairs=config.learns_pairs, reads_gym=False),
-    )
+    files = find_data_files(dataset, setting=key)
+    hint = partial(other_kind, dataset=dataset, reads_pairs=config.learns_pairs, reads_gym=False)
     return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
 
 
@@ -167,9 +163,8 @@ def learned_of(conversation: Conversation, *, only_final: bool) -> list[int]:
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
     """The tokens of a conversation, and which of them belong to the assistant's messages.
 
-    A message consists of the difference between the chat template's text up to its end and the text before it, and of
-    the mark of the next role where nothing else ends it. A RowError says that there is nothing to learn, or that the
-    template cannot render the conversation.
+    A message is what the chat template's text up to its end adds to the text before it, and the mark of the next role
+    where nothing else ends it. RowError: there is nothing to learn, or the template cannot render the conversation.
     """
     messages, learned = conversation.messages, learned_of(conversation, only_final=how.only_unmask_final)
     shown, text = fit(conversation, tokenizer, how.template_kwargs, add_generation_prompt=False)
@@ -178,11 +173,9 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
         part = Conversation(shown.messages[:count], shown.tools)
         return write(part, tokenizer, how.template_kwargs, add_generation_prompt=add_generation_prompt)
 
-    texts, marks, tail = (
-        [text],
-        dict[int, str](),
-        _tail_of_turns(tokenizer, str(tokenizer.chat_template), json.dumps(how.template_kwargs)),
-    )
+    texts = [text]
+    marks = dict[int, str]()
+    tail = _tail_of_turns(tokenizer, str(tokenizer.chat_template), json.dumps(how.template_kwargs))
     for index in learned:
         before, after = render(index) if index else "", render(index + 1)
         if not texts[0].startswith(before) or not texts[0].startswith(after):
@@ -218,7 +211,6 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
 
 @lru_cache(maxsize=8)
 def _tail_of_turns(tokenizer: PreTrainedTokenizerBase, template: str, template_kwargs: str) -> str:
-    """Text that the chat template writes behind every answer, without white space around it."""
     asked: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
     try:
         return (
@@ -253,19 +245,13 @@ def _with_end(
     """The part [start, stop), up to `marked` if no special token ends it; of several behind it, the first is
     its end.
     """
-    special = _special_ids(tokenizer)
+    special = special_ids(tokenizer)
     last = next(
         (token_id for token_id in reversed(whole[start:stop]) if str(tokenizer.decode([token_id])).strip()), None
     )
     if last in special:
         return start, stop
     return start, next((index + 1 for index in range(stop, marked) if whole[index] in special), max(stop, marked))
-
-
-@lru_cache(maxsize=8)
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = tokenizer.added_tokens_decoder
-    return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
 
 
 def _num_common(first: list[int], second: list[int]) -> int:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -53,7 +53,8 @@ class TurnFormat:
     def texts(self, rollout: Rollout) -> tuple[str, ...]:
         """The text of each turn of the model, without special tokens but with `MARKUP`, as `safe_text`."""
         turns = [rollout.token_ids[turn.start : turn.stop].tolist() for turn in rollout.turns]
-        kept = [[token_id for token_id in ids if token_id not in self._hidden_ids] for ids in turns]
+        hidden = special_ids(self.tokenizer)
+        kept = [[token_id for token_id in ids if token_id not in hidden] for ids in turns]
         texts = self.tokenizer.batch_decode(kept, skip_special_tokens=False)
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
@@ -102,8 +103,8 @@ class TurnFormat:
     ) -> list[int]:
         """Ids between the model's last token and its next turn: the rest of its message, observation, head of the next.
 
-        The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model
-        has written that one or another already, it is left out.
+        The chat template writes them behind an assistant's message. A mark of the end at their beginning is left out if
+        the model has written that one or another already.
         """
         ids: list[int] = self.tokenizer(self._tail(observation, template_kwargs), add_special_tokens=False)["input_ids"]
         has_ended = ids[:1] == [last_token_id] or {last_token_id, *ids[:1]} <= self._end_ids
@@ -135,10 +136,12 @@ class TurnFormat:
             reason = reason or f"it leaves {lost} out"
         raise ValueError(f"the chat template of {self.tokenizer.name_or_path} does not take the observation: {reason}")
 
-    @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
+
+@lru_cache(maxsize=8)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of special tokens, `MARKUP` aside."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
 
 
 def appended(earlier: Rollout, drawn: Rollout) -> Rollout:

@@ -81,5 +81,4 @@ def _write_rows(name: str, command: tuple[str, ...]) -> Path:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes when this process ends."""
     return tempfile.TemporaryDirectory(prefix="mrl-verifiers-")

@@ -164,7 +164,7 @@ def answer_of(reward: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_there(module: str) -> bool:
-    """Tells whether this Python finds a module."""
+    """True if this Python finds a module."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # nor the package that it is to be in
@@ -183,8 +183,7 @@ def load(spec: Mapping[str, Any]) -> Classic | Tasks:
     if not is_shipped and not is_there(name):
         rule = f"{sys.executable} has no environment {spec['name']}: there is no module {name}"
         package = name.replace("_", "-")
-        way_out = f"{sys.executable} -m pip install {package}, or start the run in the folder of {name}.py"
-        refuse(rule, way_out, ABSENT)
+        refuse(rule, f"{sys.executable} -m pip install {package}, or start the run in the folder of {name}.py", ABSENT)
     try:
         module = importlib.import_module(f"{own}.{name}" if is_shipped else name)
     except Exception as error:  # importing a module runs the user's code

@@ -72,7 +72,7 @@ class Child:
             )
 
     def is_silent(self) -> bool:
-        """True when the child lives and has sent nothing since its last answer."""
+        """True if the child lives and has sent nothing since its last answer."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:

@@ -96,8 +96,8 @@ def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
 def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bool = False) -> Outcome:
     """1 if the program passes every test, else 0; the first failed test ends it. `extracted` says what happened.
 
-    The row has the tests under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has
-    failed, as in a contest. A RuntimeError says that the program cannot be confined, and may not escape.
+    The tests are under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has failed.
+    RuntimeError: the program cannot be confined, and may not escape.
     """
     # Unlike `task.fields`: programs get the tests as they are.
     fields: dict[str, object] = json.loads(task.row)
@@ -328,11 +328,9 @@ def excess(folder: Path, max_bytes: int, pid: int | None = None) -> str | None:
                 with suppress(FileNotFoundError):
                     found = os.stat(descriptor.path)
                     num_bytes += found.st_blocks * 512 if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) else 0
-    return (
-        f"more than {MAX_FILES} files or {max_bytes >> 20} MiB"
-        if num_files > MAX_FILES or num_bytes > max_bytes
-        else None
-    )
+    if num_files > MAX_FILES or num_bytes > max_bytes:
+        return f"more than {MAX_FILES} files or {max_bytes >> 20} MiB"
+    return None
 
 
 def probe() -> str:
@@ -369,8 +367,7 @@ def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 def same_value(ours: object, right: object) -> bool:
     """Equality, of lists and objects by part. Decimals may vary by numpy's tolerance, as in NeMo Gym; integers may not.
 
-    Either number may be given as text. A whole number counts as a decimal where neither side writes it as an integer:
-    1e20.
+    Either number may be text. A whole number is a decimal where neither side writes it as an integer: 1e20.
     """
     if isinstance(ours, list) and isinstance(right, list):
         return len(ours) == len(right) and all(map(same_value, ours, right))

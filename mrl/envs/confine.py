@@ -169,13 +169,11 @@ WRITE_FILE, READ_FILE, READ_DIR, MAKE_REG, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 13
 FILE_RIGHTS = 1 | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}
-CREATE, ADD, RESTRICT, RULE_PATH, VERSION = (
-    "landlock_create_ruleset",
-    "landlock_add_rule",
-    "landlock_restrict_self",
-    1,
-    1,
-)
+CREATE = "landlock_create_ruleset"
+ADD = "landlock_add_rule"
+RESTRICT = "landlock_restrict_self"
+RULE_PATH = 1
+VERSION = 1
 TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 
 Choice = tuple[int, tuple[int, ...]]

@@ -54,12 +54,12 @@ def flaws_of(config: RunConfig) -> tuple[FlawKind, ...]:
 
 
 def looks_for_faults(config: RunConfig) -> bool:
-    """Tells whether a run looks at the form of its rollouts."""
+    """True if a run looks at the form of its rollouts."""
     return bool(flaws_of(config)) or config.reward_penalties.is_enabled
 
 
 def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
-    """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
+    """The rules of a run, or None. `special_texts` are the tokenizer's special tokens."""
     if not looks_for_faults(config):
         return None
     ids = config.reward_penalties.token_ids

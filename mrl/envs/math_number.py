@@ -256,7 +256,6 @@ def _unstyled(match: re.Match[str]) -> str:
 
 
 def _one_side(text: str) -> Plain | None:
-    """The plain number that a side of an equation is, words before it and units behind it left out."""
     text = re.sub(r"^(?:[A-Za-z]\w*\s*)?\\in(?![A-Za-z])\s*", "", text)
     while (
         inner := re.fullmatch(r"\\\{(.*)\\\}|\(([^()]*)\)|\[([^\[\]]*)\]|\{((?:[^{}]|\{[^{}]*\})*)\}", text)

@@ -75,7 +75,7 @@ class Size:
     is_eager: bool
 
     def fits(self, expected: Size) -> bool:
-        """True when the value is small, or no larger than the expected answer."""
+        """True if the value is small, or no larger than the expected answer."""
         return all(
             mine <= max(most, theirs)
             for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True)
@@ -153,7 +153,7 @@ def differ(one: object, other: object) -> bool:
     """True if two expressions are proven to differ; False if they are equal, or hold anything but what is listed.
 
     Rational numbers, symbols, sums, products, whole powers and factorials are computed modulo large primes, with a
-    fixed number for each symbol: different remainders prove a difference. A set or tuple differs if a part does.
+    fixed number for each symbol: different remainders prove it. A set or tuple differs if a part does.
     """
     return any(_differ(one, other, prime) for prime in PRIMES)
 

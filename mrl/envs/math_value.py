@@ -126,12 +126,10 @@ class Found:
 def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, str]:
     """`(1.0 or 0.0, the answer as found)`. Numbers compare by value: 046 is 46, 1,200 is 1200, 0.5 is 1/2.
 
-    In a text with a line `#### 42`, as in GSM8K, only what follows counts; otherwise an equation before it might be
-    taken. Mathematics that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see
-    `score_form`. An expected answer that is no mathematics, or too costly, is a RowFault.
-
-    math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault
-    it is.
+    In a text with a line `#### 42`, as in GSM8K, only what follows counts. Mathematics that is too costly to find or to
+    compute is wrong. With `is_strict`, an answer must be final, see `score_form`. An expected answer that is no
+    mathematics, or too costly, is a RowFault. math-verify's own timeouts are off: they report a hang as a wrong answer;
+    the pool's deadline finds out whose fault it is.
     """
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
@@ -248,7 +246,6 @@ def bare(text: str) -> str:
 
 
 def _parse_expected(expected: str) -> tuple[list[object], float]:
-    """math-verify's reading of the expected answer, and the digits that its value has."""
     text = f"\\boxed{{{_in_latex(expected.strip().rstrip('.'))}}}"
     gold: list[object] = parse(text, extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
     if not gold:

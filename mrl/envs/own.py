@@ -129,7 +129,7 @@ def outcome(returned: object) -> Outcome:
 
     Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is the answer found, other texts are
     columns of the table of samples, `mask_sample` masks, and `observation` is what the environment answers: a text,
-    which the user says, or messages. Beside a reward there may be anything else. The pool refuses what is no finite
+    which the user says, or messages. Other kinds are ignored beside a reward. The pool refuses what is no finite
     number.
     """
     if not isinstance(returned, Mapping):
@@ -160,7 +160,6 @@ def outcome(returned: object) -> Outcome:
 
 
 def _only(value: object) -> object:
-    """The entry of a list, array or tensor of one."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
         return value[0]
     return value
@@ -181,7 +180,6 @@ def _as_number(value: object) -> float | None:
 
 
 def _held(fields: object, key: str, other: object) -> object:
-    """verl's value under `key`, a dict or a list; `other` if there is none."""
     found = fields.get(key) if isinstance(fields, dict) else None
     return found if isinstance(found, dict | list) else other
 

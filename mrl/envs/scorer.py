@@ -153,13 +153,11 @@ class RewardPool:
         Where verdicts are repeatable, equal tasks are one job, and good verdicts of short texts are remembered.
 
         A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it
-        waited for a child before; one that kills its child `crash`; one whose reward function raises, or gives a reward
-        that is no finite number, `error`. None of these is valid, and each says why. But if the environment
-        `blames_text`, a fault of the text is valid: reward 0, flag `text_fault`. A missed deadline is the text's fault
-        if the child computed all the while; any other one, and a crash, if it happens again when the pool tries the
-        task once more, after all that wait and alone.
-
-        A RuntimeError says that children do not start any more, or that the pool is closed.
+        waited for a child; one that kills its child `crash`; one whose reward function raises, or gives no finite
+        number, `error`. None of these is valid, and each says why. But if the environment `blames_text`, a fault of the
+        text is valid: reward 0, flag `text_fault`. A missed deadline is the text's fault if the child computed all the
+        while; any other one, and a crash, if it happens again when the task is tried once more, after all that wait and
+        alone. RuntimeError: children do not start any more, or the pool is closed.
         """
         if not self._children:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
@@ -209,7 +207,6 @@ class RewardPool:
         return job
 
     def _wake(self) -> None:
-        """Wakes as many idle children as there are jobs."""
         woken, self._idle = self._idle[: len(self._queue)], self._idle[len(self._queue) :]
         for idle in woken:
             if not idle.done():
@@ -378,9 +375,8 @@ async def start_environment(
 ) -> RewardPool:
     """The environment of this name with as many children: built-in, of `env.own.functions`, or of an installed package.
 
-    `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A
-    RuntimeError says that the children do not start, for example because the user's function cannot be imported, or
-    that this host cannot confine programs.
+    `endpoints` is the file with the addresses of the engines, if any, for the user's own functions. RuntimeError: the
+    children do not start, as the user's function cannot be imported, or this host cannot confine programs.
     """
     remove_abandoned()
     if landlock_abi() == 0:

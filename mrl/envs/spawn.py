@@ -21,8 +21,8 @@ RETRY_S = 0.02
 def start(popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     """Calls `popen()`, again while the user's or the container's process limit is reached, up to MAX_WAIT_S.
 
-    The threads of one hostile program may fill that limit until the program is killed, and cost no other program its
-    verdict. A BlockingIOError says that the limit stays reached.
+    The threads of one hostile program may fill that limit until it is killed, and cost no other program its verdict.
+    BlockingIOError: the limit stays reached.
     """
     end = time.monotonic() + MAX_WAIT_S
     while True:
@@ -95,15 +95,13 @@ def free_threads() -> tuple[int | None, int]:
 
 
 def _group_room() -> int | None:
-    """Threads that the container's limit (pids of its control group) leaves; None if there is none."""
+    """Threads that the container's limit (pids of its control group) leaves, or None."""
     with suppress(OSError, ValueError):
         group = Path("/proc/self/cgroup").read_text(encoding="utf-8").strip().rpartition("::")[2].lstrip("/")
         for folder in (Path("/sys/fs/cgroup", group), Path("/sys/fs/cgroup")):
             if (folder / "pids.max").exists():
                 most = (folder / "pids.max").read_text(encoding="utf-8").strip()
-                return (
-                    None
-                    if most == "max" or int(most) >= LARGE_LIMIT
-                    else int(most) - int((folder / "pids.current").read_text(encoding="utf-8"))
-                )
+                if most == "max" or int(most) >= LARGE_LIMIT:
+                    return None
+                return int(most) - int((folder / "pids.current").read_text(encoding="utf-8"))
     return None

@@ -22,10 +22,8 @@ def usable_cores() -> int:
 
 def environments_of(config: RunConfig) -> tuple[str, ...]:
     """Environments that share a node's cores: the user's and the data sets'. Rows may name others, given as much."""
-    env, named = (
-        config.env,
-        dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values()),
-    )
+    env = config.env
+    named = dict.fromkeys(dataset.env_name for dataset in config.data.sets.values())
     elsewhere = {*BUILT_IN} - {SERVERS[server] for server in env.gym_servers or SERVERS if env.embeds(server)}
     of_gym = [name for name in environment_names(env) if name not in elsewhere]
     names = [name for asked in named for name in (of_gym if asked == NEMO_GYM else (asked,))]

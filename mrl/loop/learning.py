@@ -49,14 +49,14 @@ class Critic:
         own = _batches_of("critic", self.config, batches)
         self.session.enter("value")
         group.set_batches(own)
-        return JudgedStep(own, group.call_on_tokens("compute_values", own))
+        return JudgedStep(own, group.start_on_tokens("compute_values", own)())
 
     def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
         """Makes the policy compute advantages, and the critic learn the resulting returns."""
         group = self.session.models_beside["critic"]
-        returns = self.session.policies.call_on_tokens("compute_advantages", batches, judged.values)
+        returns = self.session.policies.start_on_tokens("compute_advantages", batches, judged.values)()
         self.session.enter("train_value")
-        group.call_on_tokens("set_returns", judged.batches, returns)
+        group.start_on_tokens("set_returns", judged.batches, returns)()
         indices = range(len(judged.batches))
         updates = [
             group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices
@@ -80,7 +80,6 @@ def _ask_reference(
 
 
 def _batches_of(model: ModelName, config: RunConfig, batches: Sequence[Batch]) -> list[Batch]:
-    """The same sequences in batches of another model."""
     return make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), config, model)
 
 
@@ -96,7 +95,7 @@ def learn(
     if config.needs_old_logprobs:
         policies.call(PolicyVerbs.compute_old_logprobs)
     if asked is not None:
-        policies.call_on_tokens("set_reference_logprobs", batches, asked())
+        policies.start_on_tokens("set_reference_logprobs", batches, asked())()
     elif config.keeps_reference:
         policies.call(PolicyVerbs.compute_reference_logprobs)
     metrics = metrics_of_updates([batch.metrics for batch in batches])

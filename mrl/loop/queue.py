@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from mrl.algo.rewards import has_signal
 from mrl.cluster.tasks import in_worker
 from mrl.config.schema.run import RunConfig
-from mrl.data.difficulty import DifficultyPools
-from mrl.data.order import prompt_order
+from mrl.data.order import DifficultyPools, prompt_order
 from mrl.data.prompts import PromptData
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal, reasons_of
@@ -260,7 +259,6 @@ class RolloutQueue:
             await self._fill(state.step + 1, state.weight_version)
 
     async def _fill(self, step: int, weight_version: int) -> None:
-        """Asks for as many prompts as there is room for, and that steps are left for."""
         again, self._again = self._again, []
         self._num_regenerated += len(again)
         self._ask(again, weight_version)
@@ -270,7 +268,6 @@ class RolloutQueue:
         self._ask(new, weight_version, revived)
 
     def _next(self, step: int, room: int) -> tuple[list[tuple[int, Prompt]], dict[PromptKey, RolloutGroup]]:
-        """The next prompts, which the ledger notes, and the groups of them that an earlier attempt has kept."""
         new = list(islice(self._prompts, room))
         if new:
             self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
@@ -413,7 +410,7 @@ class TakenLengths:
         return metrics
 
     def are_below(self, limit: float | None) -> bool:
-        """Tells whether the mean of the last ratios is below a limit."""
+        """True if the mean of the last ratios is below a limit."""
         return limit is not None and len(self._ratios) > 0 and fmean(self._ratios) < limit
 
 

@@ -165,7 +165,7 @@ class Run(Generic[S_co]):
         return state
 
     def is_done(self, state: RunState) -> bool:
-        """True when the run has made all of its steps; else the same command goes on."""
+        """True if the run has made all of its steps; else the same command goes on."""
         return state.step == self.last_step or not self.budget.is_over
 
     @asynccontextmanager
@@ -332,7 +332,7 @@ class Run(Generic[S_co]):
         }
 
     def is_validation_due(self, step: int) -> bool:
-        """True when validation follows `step`."""
+        """True if validation follows `step`."""
         training = self.config.training
         first = self.config.rollouts.val_start_at if self.config.has_engines else 0
         return (step >= first and is_due(step, training.val_period)) or (training.val_at_end and step == self.last_step)
@@ -351,12 +351,12 @@ class Training(Generic[S_co]):
 
 
 def is_due(step: int, period: int) -> bool:
-    """True when an event of every `period` steps is due at `step`; a period of 0 is never."""
+    """True if an event of every `period` steps is due at `step`; a period of 0 is never."""
     return period > 0 and step % period == 0
 
 
 def is_save_step(section: CheckpointingConfig, step: int) -> bool:
-    """True when the periods of checkpoints say that one follows `step`."""
+    """True if the periods of checkpoints say that one follows `step`."""
     return is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0)
 
 

@@ -67,8 +67,8 @@ class CheckpointSaver:
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
         """Loads `checkpoint`, or the newest whole before it, into the policy; returns the run's state, step 0 if none.
 
-        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank
-        loads one, and before ledger and metrics are taken back to the step of the checkpoint.
+        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any loads
+        one, and before ledger and metrics are taken back to the checkpoint's step.
         """
         policies, deadline_s = self._session.policies, self._deadline_s
         while checkpoint is not None:
@@ -128,7 +128,7 @@ class CheckpointSaver:
                 self._under_way = self._thread.begin(self._publish_once_written, checkpoint)
 
     def finish(self) -> None:
-        """Waits until the save under way, if there is one, is published or has failed."""
+        """Waits until the save under way, if any, is published or has failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._is_awaited.set()

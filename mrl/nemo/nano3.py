@@ -69,8 +69,7 @@ class Survey:
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
     """Writes `train-split.jsonl` and, from last rows, `val-split.jsonl` to `out`. A second call continues a killed one.
 
-    A ValueError says that the blend or a data set is not in `sources`, that rows are wrong, or that `out` was made of
-    something else.
+    ValueError: the blend or a data set is not in `sources`, rows are wrong, or `out` was made of something else.
     """
     started = time.monotonic()
     found = [path for source in sources for path in sorted(source.rglob("train.jsonl")) if _names_agent(path)]

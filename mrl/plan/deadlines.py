@@ -82,8 +82,8 @@ def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
     """Describes the longest part of starting engines that sample `num_seqs` rollouts at once; "" without GPU or engine.
 
     vLLM captures graphs for 1, 2, 4, each 8 up to 256 and each 16 up to twice that number, 512 at most, and a few more
-    with speculation or on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took more
-    than 60 s for a tiny model.
+    with speculation or on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took over
+    60 s for a tiny model.
     """
     vllm = config.policy.generation.vllm_cfg
     if not (config.has_engines and config.cluster.gpus_per_node):

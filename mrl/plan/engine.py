@@ -66,9 +66,9 @@ def cache_layout(
 ) -> CacheLayout:
     """The layout of a model's cache on a worker, with a drafter of layers with these letters.
 
-    Groups are those of the whole model, and vLLM spreads the layers of each over `pp` stages: a worker's block has its
-    part of a group. A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of
-    its last whole block and, but for gated delta nets, of the end of its prompt (`MambaSpec.max_memory_usage_bytes` of
+    vLLM spreads the layers of each of the model's groups over `pp` stages: a worker's block has its part of a group. A
+    sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of its last whole
+    block and, but for gated delta nets, of the end of its prompt (`MambaSpec.max_memory_usage_bytes` of
     vllm/v1/kv_cache_interface.py).
     """
     letters = "".join(shape.layers) + drafter
@@ -76,10 +76,8 @@ def cache_layout(
     per_token = token_bytes(shape, tp, element_bytes)
     if not mamba:
         return CacheLayout(kernel_block, kernel_block * per_token * -(-attention // pp), 1, 0, 0)
-    page, states = (
-        state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed),
-        1 + num_proposed + (shares_prefixes * (1 if shape.has_delta_nets else 2)),
-    )
+    page = state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed)
+    states = 1 + num_proposed + (shares_prefixes * (1 if shape.has_delta_nets else 2))
     if not attention:
         return CacheLayout(1, page * -(-mamba // pp), 0, 1, states)
     # Both kinds of blocks have one size: attention blocks grow to a state's size, and states are padded to theirs.

@@ -173,7 +173,7 @@ def computed_tokens(config: RunConfig, mean_tokens: float) -> ComputedTokens:
 
 
 def state_rules(config: RunConfig, model: ModelName = "policy") -> StateRules:
-    """Returns the bytes of each state of a model per element, and the number of ranks that share it."""
+    """The bytes of each state of a model per element, and the number of ranks that share it."""
     section = config.model(model)
     megatron, settings = section.megatron_cfg, section.megatron_cfg.optimizer
     is_bf16, is_sharded = section.precision == "bfloat16", settings.use_distributed_optimizer

@@ -77,7 +77,6 @@ def _at_work(config: RunConfig, name: str) -> PolicyConfig:
 
 
 def _filling(section: Section) -> str:
-    """Names the number of tokens up to which rows are filled; "" where rows are padded to their longest sequence."""
     return (
         "sequence_packing"
         if section.sequence_packing.enabled
@@ -102,7 +101,6 @@ def _cut(section: Section, tokens: int) -> Section:
 
 
 def _longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> int:
-    """Tokens of the longest row with which every phase fits, rounded down; 0 if none does."""
 
     def length(section: Section) -> int:
         if name := _filling(section):

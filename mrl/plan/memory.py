@@ -88,7 +88,7 @@ class RankMemory:
 
 
 def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu, *, beside: float | None = None) -> EngineMemory:
-    """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
+    """A engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
 
     The policy's weights stay on a shared GPU, so there the engine takes no more than they leave. `beside` are the bytes
     that it has to leave; None stands for `beside_engine`.
@@ -131,7 +131,7 @@ def judge_memory(config: RunConfig, gpu: Gpu) -> dict[str, EngineMemory]:
 
 
 def judges_misfit(config: RunConfig, gpu: Gpu) -> str | None:
-    """Description of judges whose engines cannot hold one question; None if there are none."""
+    """Description of judges whose engines cannot hold one question, or None."""
     found = [
         f"judge {name} has no cache for one question of judges.{name}.max_model_len={config.judges[name].max_model_len}"
         for name, memory in judge_memory(config, gpu).items()
@@ -216,11 +216,9 @@ def work_of(
     """Memory of a rank of the model of this name at a pipeline stage."""
     section, shape = config.model(name), model.shape
     megatron = section.megatron_cfg
-    parallel, is_last, chunk_tokens = (
-        megatron.parallel,
-        pp_rank == megatron.parallel.pp - 1,
-        section.output_chunk_tokens,
-    )
+    parallel = megatron.parallel
+    is_last = pp_rank == megatron.parallel.pp - 1
+    chunk_tokens = section.output_chunk_tokens
     states = stage_states(config, model, pp_rank, name)
     counts = microbatches_in_flight(pp_rank, parallel.pp, parallel.vpp, num_microbatches(config, name))
     chunks = [
@@ -298,10 +296,8 @@ def rank_memory(
     config: RunConfig, model: PlanModel, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE
 ) -> RankMemory:
     """Bytes that a rank of a pipeline stage allocates in each phase."""
-    mine, beside = (
-        work_of(config, model, pp_rank, imbalance=imbalance),
-        other_model_memory(config, model, imbalance=imbalance),
-    )
+    mine = work_of(config, model, pp_rank, imbalance=imbalance)
+    beside = other_model_memory(config, model, imbalance=imbalance)
     states, works = mine.states, {"policy": mine, **beside}
     sleeping = ENGINE_CONTEXT + engine.graphs if engine and config.policy.generation.colocated.enabled else 0.0
     stays = not config.frees_training_memory
@@ -382,15 +378,13 @@ def least_parts(parts: Parts) -> Parts:
 
 
 def least_peak(rank: RankMemory) -> float:
-    """Returns the least need of a rank's worst phase; see `least_parts`."""
+    """The least need of a rank's worst phase; see `least_parts`."""
     return max(sum(least_parts(parts).values()) for parts in rank.phases.values())
 
 
-PAGE_CACHE, ROLLOUTS, ROUNDING = (
-    "model files in the page cache",
-    "rollouts in Ray's object store",
-    "rounding of pinned memory",
-)
+PAGE_CACHE = "model files in the page cache"
+ROLLOUTS = "rollouts in Ray's object store"
+ROUNDING = "rounding of pinned memory"
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
@@ -427,12 +421,12 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
 
 
 def saved_bytes(config: RunConfig, model: PlanModel) -> dict[ModelName, int]:
-    """Returns the size of one checkpoint, by model."""
+    """The size of one checkpoint, by model."""
     return checkpoint_bytes(config, {name: model.by_name[name].num_parameters for name in config.trained_models})
 
 
 def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
-    """Returns size of all kept checkpoints and one being written, and their number; None if unbounded: one counts."""
+    """Size of all kept checkpoints and one being written, and their number; None if unbounded: one counts."""
     if not config.checkpointing.enabled:
         return 0.0, 0
     kept = num_kept_at_most(config)
@@ -440,7 +434,7 @@ def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
 
 
 def cache_bytes(model: PlanModel) -> float:
-    """Returns the size of the run's models in the conversion cache, which knows each by its files and config.json."""
+    """The size of the run's models in the conversion cache, which knows each by its files and config.json."""
     entries = {
         (each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters
         for each in model.by_name.values()
@@ -449,7 +443,7 @@ def cache_bytes(model: PlanModel) -> float:
 
 
 def rollout_bytes(config: RunConfig) -> float:
-    """Returns the size of a step's rollouts in transit: token id, logprob and mask of each token, teachers' scores."""
+    """The size of a step's rollouts in transit: token id, logprob and mask of each token, teachers' scores."""
     tokens = (
         config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
     )

@@ -124,8 +124,8 @@ def fullest_host(config: RunConfig, model: PlanModel) -> Parts:
 def find_host_misfit(host: Parts, node_memory: float | None) -> str | None:
     """Description of the host memory that a node of `node_memory` bytes surely lacks.
 
-    The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted as if all were of the
-    greatest length, nor what pinned memory is rounded up by on average.
+    The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted at the greatest
+    length, nor what pinned memory is rounded up by on average.
     """
     held = {name: size for name, size in host.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING)}
     if node_memory is None or sum(held.values()) <= node_memory:

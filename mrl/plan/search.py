@@ -233,7 +233,6 @@ def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
 
 
 def _refused(config: RunConfig, sizes: ModelSizes) -> str | None:
-    """The rule of the config that a legal layout with its recomputation and offload breaks; None if there is none."""
     problems = Problems(config)
     training.check_optimizer(config, problems)
     training.check_recomputing(config, sizes, problems)

@@ -80,7 +80,7 @@ class States:
 
     @property
     def allocated(self) -> float:
-        """Returns the bytes allocated after an optimizer step."""
+        """The bytes allocated after an optimizer step."""
         return self.weights + self.gradients + self.optimizer + self.gradient_copy
 
 

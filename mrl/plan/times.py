@@ -134,11 +134,10 @@ def decode_seconds(
 ) -> TimeRange:
     """Time of an engine to sample its rollouts: full until the last start, then the tail, in which ever fewer go on.
 
-    Of several groups each has `rollouts`, all reach each other's experts, and each pass takes in the tokens of all.
-
-    In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all
-    rollouts. Each part is priced by its own batch and lengths. Of `pp` stages all work at best, each on its part of the
-    batch; at worst they wait for each other with the whole, as vLLM schedules what has room in one step.
+    Of several groups each has `rollouts`, all reach each other's experts, and each pass takes in the tokens of all. In
+    the tail the batch shrinks exponentially to the longest rollout. Each part is priced by its own batch and lengths.
+    Of `pp` stages all work at best, each on its part of the batch; at worst they wait for each other with the whole, as
+    vLLM schedules what has room in one step.
     """
     letters = "".join(shape.layers)
     experts = (
@@ -219,16 +218,14 @@ class RefitTimes:
 
     @property
     def serial(self) -> TimeRange:
-        """Returns the time if each round is exchanged, pulled and verified before the next begins."""
+        """The time if each round is exchanged, pulled and verified before the next begins."""
         return self._sum(*self.parts)
 
     @property
     def overlapped(self) -> TimeRange:
         """Time if a round is exchanged while the last is pulled and verified: the longer and a round of the shorter."""
-        sent, pulled = (
-            self._sum("network", "node", "packing", "exchange host"),
-            self._sum("pull and verify", "pull host"),
-        )
+        sent = self._sum("network", "node", "packing", "exchange host")
+        pulled = self._sum("pull and verify", "pull host")
         low, high = (
             max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high))
         )

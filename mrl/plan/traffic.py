@@ -41,11 +41,9 @@ class Ends:
 
 def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
     """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers, of what steps move."""
-    parallel, world, vllm = (
-        config.policy.megatron_cfg.parallel,
-        config.num_policy_ranks,
-        config.policy.generation.vllm_cfg,
-    )
+    parallel = config.policy.megatron_cfg.parallel
+    world = config.num_policy_ranks
+    vllm = config.policy.generation.vllm_cfg
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
     engine = config.policy.generation.parallel
     held, source, target = held_adapters(config.policy), model.family, model.family

@@ -121,10 +121,8 @@ def check_equal_counts(num_rows: int) -> None:
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     """Global batch size from this rank's rows, which get the tokens of their rollouts. Collective over the dp group."""
-    group, lone = (
-        parallel_state.get_data_parallel_group(),
-        sum(row.num_valid_sequences for row in rows if row.rollouts is None),
-    )
+    group = parallel_state.get_data_parallel_group()
+    lone = sum(row.num_valid_sequences for row in rows if row.rollouts is None)
     sizes = [
         (
             row.num_valid_tokens,
@@ -241,7 +239,7 @@ def _valued(row: PackedRow, kl_T: Tensor | None) -> ValuedRow:
 
 
 def answers_for_rows() -> bool:
-    """Tells whether this rank reports the rows of its dp rank: one that has what the last pipeline stage computes."""
+    """True if this rank reports the rows of its dp rank: one that has what the last pipeline stage computes."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return is_first and parallel_state.is_pipeline_last_stage()
 
@@ -303,13 +301,11 @@ def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[lis
 
 
 def _gap(row: PackedRow) -> Tensor:
-    """Returns the teacher's logprobs minus the policy's, [T]; 0 in a row without sequences."""
+    """The teacher's logprobs minus the policy's, [T]; 0 in a row without sequences."""
     said, mask_T = row.teacher, row.loss_mask_T
-    return (
-        torch.zeros_like(mask_T)
-        if said is None
-        else teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
-    )
+    if said is None:
+        return torch.zeros_like(mask_T)
+    return teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
 
 
 def _advantage_metrics(rows: list[PackedRow], has_teachers: bool) -> dict[str, float]:

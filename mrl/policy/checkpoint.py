@@ -107,13 +107,11 @@ def begin_save(
 ) -> CheckpointWrite:
     """Starts writing `weights_dir/iter_0000000` and a file naming it. Collective over all ranks; needs settled weights.
 
-    Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
-
-    The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone,
-    a thread writes a copy of the present state in host memory; weights may change meanwhile, and `read_written` says
-    when it is complete. `frozen` has the settings that leave weights untrained, which have no optimizer state.
-    `adapters` is `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they
-    change. OSError, on all ranks: one cannot write, or has no memory for the copy.
+    Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty. The checkpoint is
+    complete once `finish` of the result has returned. With `group`, of all ranks and for this alone, a thread writes a
+    copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete.
+    `frozen` has the settings that leave weights untrained. `adapters` is `Lora.description`, None without adapters; the
+    checkpoint holds them apart. OSError, on all ranks: one cannot write, or has no memory for the copy.
     """
     folder = weights_dir / ITERATION_FOLDER
     weights, others = _model_state(state)
@@ -163,7 +161,6 @@ def begin_save(
 
 
 def _reason(error: CheckpointException) -> str:
-    """The first failure of a rank, without the stacks that torch puts into the message."""
     rank, (cause, _) = min(error.failures.items())
     return f"policy rank {rank}: {type(cause).__name__}: {cause}"
 
@@ -289,9 +286,9 @@ def load(
     """Fills model, optimizer, schedule and, at the saved layout, random states; returns whether it has optimizer state.
 
     Collective over all ranks. Optimizer and schedule keep the settings of `state`. A checkpoint without optimizer state
-    leaves moments unchanged, and main parameters follow the weights. `adapters` describes the adapters of `state`, None
-    without any. With `is_start`, the checkpoint is a run's starting model: schedule and adapters stay unchanged, and so
-    does a reward head that the model lacks.
+    leaves moments unchanged, and main parameters follow the weights. `adapters` describes those of `state`, None
+    without any. With `is_start`, the checkpoint is a run's starting model: schedule, adapters, and a reward head that
+    the model lacks stay unchanged.
     """
     # Megatron's own loader would unpickle any object that metadata and shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
@@ -340,7 +337,6 @@ def load(
 
 
 def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
-    """Fills the optimizer's state, and leaves the checkpoint's settings in its parameter groups."""
     recognise_groups(common, state.optimizer)
     distributed = _distributed(state)
     try:
@@ -421,7 +417,6 @@ def _metadata() -> dict[str, object]:
 
 
 def _rng_state() -> dict[str, ShardedTensor]:
-    """Random states of all ranks, as one tensor per generator with a row for each rank."""
     states = {"cpu": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
     if on_gpu():
         states["cuda"] = torch.cuda.get_rng_state()

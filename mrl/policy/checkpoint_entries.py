@@ -80,7 +80,7 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
 
 
 def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> ShardedStateDict:
-    """Returns the checkpoint entries of a Megatron optimizer; their tensors are views of live state. Not collective."""
+    """The checkpoint entries of a Megatron optimizer; their tensors are views of live state. Not collective."""
     shards = {str(index): parts for index, (_, _, parts) in enumerate(_shards(optimizer, entries))}
     return {**optimizer.state_dict(), "param_state": shards, "param_state_sharding_type": SHARDING_TYPE}
 

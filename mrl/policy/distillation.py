@@ -33,10 +33,8 @@ def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
         missing = k - own.values.shape[1]
         value = torch.nn.functional.pad(own.values, (0, missing), value=-torch.inf)
         token = torch.nn.functional.pad(own.indices + columns.first, (0, missing), value=0)
-        all_values, all_tokens = (
-            [torch.empty_like(value) for _ in range(group.size())],
-            [torch.empty_like(token) for _ in range(group.size())],
-        )
+        all_values = [torch.empty_like(value) for _ in range(group.size())]
+        all_tokens = [torch.empty_like(token) for _ in range(group.size())]
         dist.all_gather(all_values, value.contiguous(), group=group)
         dist.all_gather(all_tokens, token.contiguous(), group=group)
         best = torch.topk(torch.cat(all_values, dim=-1), k, dim=-1)

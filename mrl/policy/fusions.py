@@ -76,7 +76,7 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
 
 @cache
 def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) -> bool:
-    """Tells whether a probe finds no fault. Logs a fault, and a probe that raises, once per process."""
+    """True if a probe finds no fault. Logs a fault, and a probe that raises, once per process."""
     setting = f"policy.megatron_cfg.{key}"
     try:
         fault = fault_of()

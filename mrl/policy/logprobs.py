@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     """Number of tokens that a model chooses from: its config.json's, but the student's for a teacher.
 
-    Models with one tokenizer may round the rows of their embeddings up differently: 151,936 and 152,064 in Qwen 2.5.
-    Engines draw only tokens of the tokenizer.
+    Models with one tokenizer may round up the rows of their embeddings differently: 151,936 and 152,064 in Qwen 2.5.
     """
     names = [config.model(model).model_name]
     if role_of(model) == "teacher":
@@ -74,7 +73,7 @@ class TokenDistribution:
 
     @property
     def is_truncated(self) -> bool:
-        """Tells whether some tokens may have probability 0."""
+        """True if some tokens may have probability 0."""
         return self.top_p < 1.0 or (self.top_k is not None and self.top_k < self.vocab_size)
 
     def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -161,7 +160,7 @@ class OutputColumns:
         return logits.to(torch.float32, copy=True).div_(self.distribution.temperature)
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns this rank's column of each token, 0 where it has none, and a mask of the tokens that have one."""
+        """This rank's column of each token, 0 where it has none, and a mask of the tokens that have one."""
         columns = tokens - self.first
         is_local = (columns >= 0) & (columns < self.num_real)
         return torch.where(is_local, columns, 0), is_local
@@ -218,7 +217,6 @@ def scores_of(columns: OutputColumns, labels_T: Tensor, sources_T: Tensor | None
 
 
 def _with_labels(columns: OutputColumns, sources_T: Tensor) -> list[tuple[slice, slice]]:
-    """The chunks of rows, each with the slice of sorted labels that its rows predict."""
     chunks = columns.chunks()
     stops = torch.tensor([chunk.stop for chunk in chunks], device=sources_T.device)
     bounds = [0, *torch.searchsorted(sources_T, stops).tolist()]
@@ -305,11 +303,9 @@ class _Scores(torch.autograd.Function):
             is_kept_T,
         ) = ctx.saved_tensors
         columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
-        gradients, distribution, (grad_T, untruncated_grad_T, *_) = (
-            Gradients(columns, ctx.needs_input_grad),
-            columns.distribution,
-            grads,
-        )
+        gradients = Gradients(columns, ctx.needs_input_grad)
+        distribution = columns.distribution
+        (grad_T, untruncated_grad_T, *_) = grads
 
         def by_logits(grad_T: Tensor, normalizer_U: Tensor, scaled: Tensor, chunk: slice, labels: slice) -> Tensor:
             """Labels' log-softmax gradient: 1 - probability for the label, -probability for others over temperature."""

@@ -75,12 +75,10 @@ class _Factor(nn.Module):
 
     @property
     def replica_id(self) -> tuple[int, int, int]:
-        """Returns the replica id of its checkpoint entry: zeros on the rank that writes it."""
+        """The replica id of its checkpoint entry: zeros on the rank that writes it."""
         if self.is_expert:
-            rank, replica = (
-                parallel_state.get_expert_tensor_parallel_rank(),
-                parallel_state.get_expert_data_parallel_rank(),
-            )
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            replica = parallel_state.get_expert_data_parallel_rank()
         else:
             rank = parallel_state.get_tensor_model_parallel_rank()
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -234,7 +232,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Switches the adapters off inside the `with` block."""
+        """Switches the adapters off in the `with` block."""
         for adapter in self._adapters.values():
             adapter.is_enabled = False
         try:
@@ -245,7 +243,7 @@ class Lora:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Switches dropout off inside the `with` block, as engines have none in the merged weights."""
+        """Switches dropout off in the `with` block, as engines have none in the merged weights."""
         for adapter in self._adapters.values():
             adapter.eval()
         try:
@@ -326,7 +324,6 @@ class _AdapterTree(nn.Module):
 
 
 def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
-    """Hooks adapters into the linear layers; returns the adapters by the name of the weight that they change."""
     modules, by_weight = dict(model.named_modules()), {}
     by_module: dict[str, list[_Adapter]] = {}
     for layer, adapter in adapters.items():
@@ -344,7 +341,6 @@ def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Ad
 
 
 def _add_output(module: nn.Module, adapters: list[_Adapter]) -> None:
-    """Adds the output of the module's adapters to its own: one, or one for each of its experts, in order."""
     if specs.HAVE_TE:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 

@@ -49,7 +49,7 @@ FLAVOUR: Flavour = "te" if specs.HAVE_TE else "local"
 
 
 def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoords) -> Layout:
-    """Returns the conversion table of the live weights of the rank at `coords`."""
+    """The conversion table of the live weights of the rank at `coords`."""
     return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 

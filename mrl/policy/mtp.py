@@ -215,7 +215,6 @@ def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_g
 
 
 def _embedding_like(model: MegatronModule) -> LanguageModelEmbedding:
-    """This tp rank's part of an uninitialised embedding of the model's vocabulary."""
     config = copy.copy(model.config)
     config.perform_initialization = False
     embedding = LanguageModelEmbedding(

@@ -126,7 +126,7 @@ def _chosen(config: MegatronConfig) -> dict[str, Any]:
 
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block brought another's."""
+    """Restores this run's settings (rates, betas, epsilon) after a load in the `with` block brought another's."""
     own = parts(optimizer)
     kept = [
         {key: value for key, value in group.items() if key not in _NO_SETTINGS}
@@ -160,7 +160,7 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor:
-    """Returns the tensor in which Megatron sums the parameter's gradient."""
+    """The tensor in which Megatron sums the parameter's gradient."""
     return getattr(parameter, "main_grad")  # noqa: B009  (Megatron's attribute of a parameter)
 
 
@@ -170,7 +170,7 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
 
     Call it between `prepare_grads` and `step`. The parameters are this rank's, marked `shared`, so that `rest_norm`,
     Megatron's norm, covers all others. Megatron's step then scales all gradients by the others' factor, so these are
-    scaled by the ratio of both factors.
+    scaled by the ratio of both.
     """
     distributed = [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
     own = {id(parameter): part for part in distributed for parameter in part.model_param_gbuf_map}
@@ -234,7 +234,7 @@ class TrainingMemory:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Lets a load inside the `with` block create or replace optimizer state; then moves it to the last `place`."""
+        """Lets a load in the `with` block create or replace optimizer state; then moves it to the last `place`."""
         if hybrids(self._state.optimizer):
             # Megatron takes an optimizer step to create the state that it fills.
             self._place_optimizer(is_on_device=True)

@@ -65,7 +65,7 @@ def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution:
 
 
 def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribution) -> OutputColumns:
-    """Returns this rank's columns of the logits of its tokens; otherwise like `token_scores`."""
+    """This rank's columns of the logits of its tokens; else like `token_scores`."""
     group, bare = parallel_state.get_tensor_model_parallel_group(), _bare(model)
     layer = bare.output_layer
     if not isinstance(layer, ChunkedOutputLayer):
@@ -114,7 +114,7 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
 
 
 def token_rewards(model: nn.Module, output: Tensor) -> Tensor:
-    """The head's score at each token of this rank's part of a row, float32 [T]; otherwise like `token_scores`."""
+    """The head's score at each token of this rank's part of a row, float32 [T]; else like `token_scores`."""
     bare = _bare(model)
     hidden_TD = output[0]
     if bare.output_layer.sequence_parallel:

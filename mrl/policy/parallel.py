@@ -188,7 +188,7 @@ def virtual_stages(config: MegatronConfig) -> int | None:
 
 
 def coordinates() -> MegatronCoords:
-    """Returns the coordinates of this rank's part of the model."""
+    """The coordinates of this rank's part of the model."""
     return MegatronCoords(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),

@@ -78,8 +78,7 @@ class PolicyRank:
         """Builds process groups, model, DDP, arena and optimizer, in order: the optimizer keeps views into the arena.
 
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another
-        rank. A model other than the policy has no arena, because no engine maps it, and a teacher nothing to train
-        with.
+        rank. Models other than the policy have no arena, and teachers nothing to train with.
         """
         check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
@@ -164,7 +163,7 @@ class PolicyRank:
         return torch.cuda.get_device_name() if on_gpu() else ""
 
     def layout_arguments(self) -> RankPlace:
-        """Returns the arguments of `Family.megatron_layout` besides the model's configuration. Not collective."""
+        """The arguments of `Family.megatron_layout` besides the model's configuration. Not collective."""
         return self._section.megatron_cfg.parallel, parallel.coordinates(), self._section.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
@@ -305,7 +304,6 @@ class PolicyRank:
         return self._weights
 
     def _ready_to_compute(self) -> None:
-        """Settles the weights if needed, with adapters apart from the weights that they change."""
         self._lora.unmerge(self._tensors)
         if not self._is_settled:
             self.settle()
@@ -328,7 +326,7 @@ class PolicyRank:
         self._batches.append(RankBatch(rows, logprob_rows, global_batch_size(rows)))
 
     def batches(self) -> list[RankBatch]:
-        """Returns the batches of the step. Not collective."""
+        """The batches of the step. Not collective."""
         if not self._batches:
             raise RuntimeError("there is no batch: set_batch comes first, once a step")
         return self._batches

@@ -63,10 +63,8 @@ def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tens
             f"weights that the conversion table lacks: {named(unknown)}; that only the table has: {named(missing)}"
         )
     for slot, tensor in tensors.items():
-        live, table = (
-            (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")),
-            (layout[slot].shape, layout[slot].dtype),
-        )
+        live = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        table = (layout[slot].shape, layout[slot].dtype)
         if live != table:
             raise RuntimeError(f"{slot.name} is {live} in the model, but {table} in the conversion table")
     return tensors
@@ -88,10 +86,11 @@ class Arena:
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
         """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
 
-        Tensors that share a storage move together and still share it. `views` must therefore name every other tensor in
-        use on these storages (Megatron's buffers and buckets); a forgotten one loses its memory on a GPU. The weights
-        are never there twice: those of a GPU wait on the host until the arena has its memory, and on the host each
-        storage goes once it is copied.
+        Tensors that share a storage still share it. `views` must therefore name every other tensor in use on these
+        storages (Megatron's buffers and buckets); a forgotten one loses its memory on a GPU.
+
+        The weights are never there twice: those of a GPU wait on the host until the arena has its memory, and on the
+        host each storage goes once it is copied.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:

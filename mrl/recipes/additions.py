@@ -40,7 +40,7 @@ class Addition:
 
     @property
     def carries(self) -> bool:
-        """True when the units add up to ten or more."""
+        """True if the units add up to ten or more."""
         return self.left % 10 + self.right % 10 >= 10
 
     @property

@@ -73,9 +73,8 @@ def check_unchanged(
 ) -> list[Slot]:
     """Raises RefitError if refit zero (the first, of unchanged weights) changed a tensor; both arguments are digests.
 
-    The tables of both sides could share one error. The engine's weights before the refit come from vLLM's own loader,
-    which does not use our tables. Tensors in `rounded` may change, and are returned if they did: see
-    `RefitInputs.rounded`.
+    The tables of both sides could share one error; the engine's weights before the refit come from vLLM's own loader,
+    which does not use them. Tensors in `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.
     """
     found = [slot for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot)]
     changed = sorted(str(slot) for slot in found if slot not in rounded)

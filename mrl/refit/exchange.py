@@ -45,7 +45,7 @@ class GpuHandles:
 
 
 def reads_arena(delivery: Delivery, device: torch.device) -> bool:
-    """Tells whether the worker reads a message's boxes from the sender's arena, so that only their checksums travel.
+    """True if the worker reads a message's boxes from the sender's arena, so that only their checksums travel.
 
     Host memory can be mapped by every process of its node, memory of a GPU only by processes on that GPU.
     """
@@ -53,7 +53,7 @@ def reads_arena(delivery: Delivery, device: torch.device) -> bool:
 
 
 def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandles]) -> GpuHandles:
-    """Returns the handles an engine worker needs: those of its own GPU, and the arenas that it may read on its node."""
+    """The handles an engine worker needs: those of its own GPU, and the arenas that it may read on its node."""
     own = handles[schedule.workers[worker].gpu]
     if own.exchange is None or own.exchange.gpu is not None:
         return own
@@ -71,7 +71,7 @@ class _Sums:
         self._values: list[int] = []
 
     def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
-        """Returns a function that writes checksums of `copies` to `out` (int64). Earlier functions must run earlier."""
+        """A function that writes checksums of `copies` to `out` (int64). Earlier functions must run earlier."""
         holdings = [copy.holders[source_class] for copy in copies]
         boxes = [(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
         new = [box for box in dict.fromkeys(boxes) if box not in self._rows]
@@ -141,7 +141,7 @@ class Exchange:
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> GpuHandles:
-        """Returns the handles by which this GPU's engine workers pull."""
+        """The handles by which this GPU's engine workers pull."""
         if self._arena is None:
             return GpuHandles(self.gpu, None, None, None)
         pace = self.pace.memory

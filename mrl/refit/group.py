@@ -29,7 +29,7 @@ _SAY_S = 10.0
 
 
 def is_file(address: str) -> bool:
-    """Tells whether processes meet in a file rather than at a host."""
+    """True if processes meet in a file rather than at a host."""
     return address.startswith("/")
 
 

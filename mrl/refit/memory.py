@@ -85,7 +85,7 @@ class SharedMemory:
     """Bytes of this process.
 
     Host memory lives as long as any tensor or mapping of it; new mappings are refused once this object is gone. On a
-    GPU the owner keeps the object until the processes that map it have stopped reading.
+    GPU the owner keeps the object until no process reads it.
     """
 
     tensor: Tensor

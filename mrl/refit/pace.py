@@ -35,7 +35,7 @@ class Pace:
 
     @staticmethod
     def num_bytes(num_readers: int) -> int:
-        """Returns the size of the words for this many workers on the GPU."""
+        """The size of the words for this many workers on the GPU."""
         return _WORD_BYTES * (_FIRST_READER + num_readers)
 
     @property

@@ -74,10 +74,10 @@ class Puller:
     ) -> None:
         """Maps the memory of the worker's GPU and prepares all copies.
 
-        `live` gives the worker's parameters and persistent buffers as the model holds them at the moment of the call;
-        `worker` is its number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated
-        engine) and need not be mapped. `addresses` are those of an earlier puller of this model. `quantisers` are the
-        layers that the engine makes of staged weights, together with the workers `peers`, itself among them.
+        `live` gives the worker's parameters and persistent buffers as the model holds them at the call; `worker` is its
+        number in the schedule. `own` is the exchange whose memory belongs to this process (a dedicated engine).
+        `addresses` are those of an earlier puller of this model. `quantisers` are the layers that the engine makes of
+        staged weights, together with the workers `peers`, itself among them.
         """
         self._live = live
         self._gpu = handles.gpu
@@ -99,10 +99,8 @@ class Puller:
         else:
             assert handles.exchange is not None and handles.pace is not None
             self._exchange = MappedMemory(handles.exchange)
-            self._body, self._pace = (
-                self._exchange.tensor,
-                Pace(MappedMemory(handles.pace, is_writable=True), handles.gpu),
-            )
+            self._body = self._exchange.tensor
+            self._pace = Pace(MappedMemory(handles.pace, is_writable=True), handles.gpu)
         self._reader = [number for number, found in schedule.workers.items() if found.gpu == handles.gpu].index(worker)
         check_devices(tensors, self._body.device, gpu=handles.gpu)
         mapped = dict(handles.peers) | ({handles.gpu: handles.arena} if handles.arena else {})

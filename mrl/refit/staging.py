@@ -78,8 +78,8 @@ def plan_turns(
     """Plans the pulls of one worker. `completed` is the round with which the last worker of the engine has a weight.
 
     A layer is made in the round in which all workers have all of it, as its scales may be agreed among them. Until then
-    its weights stay in the staging memory, and others come to their place later. Boxes of the worker's own GPU wait for
-    that round, so that layers whose other boxes all come in it need room one after the other.
+    its weights stay in the staging memory. Boxes of the worker's own GPU wait for that round, so that layers whose
+    other boxes all come in it need room one after the other.
     """
     layer_of = {slot: index for index, quantiser in enumerate(quantisers) for slot in quantiser.loaded}
     last = [max(completed[slot] for slot in quantiser.loaded) for quantiser in quantisers]

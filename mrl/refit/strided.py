@@ -34,7 +34,7 @@ class Strided(NamedTuple):
 
     @property
     def is_walkable(self) -> bool:
-        """Tells whether a kernel takes the box whole."""
+        """True if a kernel takes the box whole."""
         return len(self.sizes) <= MAX_OUTER and (not self.sizes or self.run < _MAX_STRIDED_RUN)
 
     def parts(self) -> Iterator[Strided]:

@@ -94,10 +94,8 @@ class BoxSums:
         self._kept = list(values)
         self._device = values[0].device
         num_blocks = [triton.cdiv(value.nbytes, 4 * BLOCK_WORDS) for value in values]
-        self._inner, self._outer = (
-            odd_weights(BLOCK_WORDS, self._device),
-            odd_weights(max(num_blocks) + 2, self._device),
-        )
+        self._inner = odd_weights(BLOCK_WORDS, self._device)
+        self._outer = odd_weights(max(num_blocks) + 2, self._device)
         lengths = torch.tensor([value.nbytes for value in values], device=self._device)
         self._initial = self._outer[torch.tensor(num_blocks, device=self._device).clamp(min=1)] * lengths
         boxes = ((_sum_box(value), index) for index, value in enumerate(values) if value.nbytes)
@@ -125,12 +123,11 @@ class BoxSums:
 
 
 def is_summable(value: Tensor) -> bool:
-    """Tells whether `BoxSums` takes a value: unless it has more dimensions than a row of the table."""
+    """True if `BoxSums` takes a value: unless it has more dimensions than a row of the table."""
     return not value.numel() or strided([value], max_word_bytes=1).is_walkable
 
 
 def _box(tensors: Sequence[Tensor]) -> Strided:
-    """The tensors as a box whose words a kernel knows."""
     word_bytes = strided(tensors, max_word_bytes=_WORD_BYTES[0]).word_bytes
     return strided(tensors, max_word_bytes=next(known for known in _WORD_BYTES if known <= word_bytes))
 
@@ -210,7 +207,6 @@ def _elements(memory, offsets, ELEMENT: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _copy_kernel(table, row_of_tile, ELEMENTS: tl.constexpr, WORD_BYTES: tl.constexpr, IS_RUN: tl.constexpr):
-    """Copies a tile of a box."""
     COUNT: tl.constexpr = WORD_BYTES // 8 if WORD_BYTES > 8 else 1
     WORDS: tl.constexpr = ELEMENTS // COUNT
     ELEMENT: tl.constexpr = (

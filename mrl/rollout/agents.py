@@ -336,7 +336,6 @@ class AgentRunner:
         )
 
     async def _pause(self, task: AgentTask, lost: AgentUnreached, most_s: float) -> None:
-        """Waits before the agent is asked again: up to `most_s`, or until a connection to it is made."""
         name = task.prompt.env_name
         self._waiting[task.request_id] = f"agent {name}", str(lost)
         pause_s = random.uniform(0.0, most_s)  # not all at once
@@ -349,7 +348,6 @@ class AgentRunner:
             await asyncio.sleep(random.uniform(0.0, RETRY_S))
 
     def _note_connection(self, name: str) -> None:
-        """Wakes the rollouts that wait until something listens at an agent's address."""
         if (listens := self._listens.pop(name, None)) is not None:
             listens.set_result(None)
             self._waiting = {key: found for key, found in self._waiting.items() if found[0] != f"agent {name}"}
@@ -460,5 +458,5 @@ def _number(value: object, name: str) -> float:
 
 
 def is_finite(value: object) -> bool:
-    """Tells whether a value is a number that a reward can be."""
+    """True if a value is a number that a reward can be."""
     return isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD

@@ -22,16 +22,17 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from mrl.rollout import cpu_fp8
-from mrl.rollout.cpu_convolution import VECTOR_LANES, causal_conv1d
-from mrl.rollout.cpu_delta import gated_delta_net
+from mrl.rollout import cpu_experts
+from mrl.rollout.cpu_delta import VECTOR_LANES, causal_conv1d, gated_delta_net
 from mrl.rollout.cpu_experts import ROW_MULTIPLE, PlainExperts, linear
 from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
-from mrl.rollout.cpu_sampling import CountingRequest, draw_tokens, gumbel_seeds
-from mrl.rollout.cpu_speculation import (
+from mrl.rollout.cpu_sampling import (
+    CountingRequest,
     come_back,
     convolve_proposed,
     draw_ahead,
+    draw_tokens,
+    gumbel_seeds,
     note_accepted,
     sample_targets,
     scan_proposed,
@@ -272,11 +273,11 @@ PATCHES = (
     *(
         EnginePatch(f"{_ONLINE}.{name}", what, _NEEDS_AMX, "vLLM's do not", replace)
         for name, what, replace in (
-            ("fp8.init_fp8_linear_kernel", "FP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
-            ("fp8.select_fp8_moe_backend", "FP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
-            ("fp8.ops.scaled_fp8_quant", "the same cast in plain torch", lambda _: cpu_fp8.cast),
-            ("mxfp8.init_mxfp8_linear_kernel", "MXFP8 products in plain torch", lambda _: cpu_fp8.PlainKernel),
-            ("mxfp8.select_mxfp8_moe_backend", "MXFP8 experts in plain torch", lambda _: cpu_fp8.choose_experts),
+            ("fp8.init_fp8_linear_kernel", "FP8 products in plain torch", lambda _: cpu_experts.PlainKernel),
+            ("fp8.select_fp8_moe_backend", "FP8 experts in plain torch", lambda _: cpu_experts.choose_experts),
+            ("fp8.ops.scaled_fp8_quant", "the same cast in plain torch", lambda _: cpu_experts.cast),
+            ("mxfp8.init_mxfp8_linear_kernel", "MXFP8 products in plain torch", lambda _: cpu_experts.PlainKernel),
+            ("mxfp8.select_mxfp8_moe_backend", "MXFP8 experts in plain torch", lambda _: cpu_experts.choose_experts),
         )
     ),
     EnginePatch(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta nets of CPU engines in plain torch, float32 inside, token by token: bits do not depend on the batch.
+Causal convolutions of all state-space layers, for all sequences of one length at once.
 
 Shape suffixes: T tokens of a step, C channels, S slots of the cache, N sequences of one length, H heads, K width of a
 key, V width of a value.
@@ -16,10 +17,40 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from mrl.rollout.cpu_convolution import VECTOR_LANES, causal_conv1d
-
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+# torch's vector loops take 32 floats with AVX-512; the scalar loop for the rest rounds differently.
+VECTOR_LANES = 64
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    **unused: object,
+) -> Tensor:
+    """vLLM's function, with all sequences of one length at once: `x` and the result are [channels, tokens]."""
+    assert activation == "silu"
+    width = weight.shape[1]
+    out, lengths = torch.empty_like(x), query_start_loc.diff()
+    # Neither empty sequences nor padding have a state.
+    for length in lengths[(lengths > 0) & (cache_indices >= 0)].unique().tolist():
+        chosen = ((lengths == length) & (cache_indices >= 0)).nonzero()[:, 0]
+        positions = query_start_loc[chosen].long()[:, None] + torch.arange(length)
+        slots = cache_indices[chosen].long()
+        before = conv_states[slots, :, : width - 1].masked_fill(~has_initial_state[chosen][:, None, None], 0)
+        window = torch.cat([before, x[:, positions].transpose(0, 1)], dim=-1).contiguous()
+        result = F.silu(F.conv1d(window, weight.unsqueeze(1), bias, groups=len(weight)))
+        out[:, positions] = result.transpose(0, 1)
+        conv_states[slots, :, : width - 1] = window[..., length:]
+    return out
+
 
 _L2_EPSILON = 1e-6
 

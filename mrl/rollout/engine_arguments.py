@@ -126,7 +126,6 @@ def _nodes(nodes: EngineNodes | None) -> dict[str, object]:
 
 
 def _install_for_cpu() -> None:
-    """Applies the patches of CPU hosts here, where vLLM asks the model's class before a worker exists."""
     from mrl.rollout import cpu
 
     cpu.install()

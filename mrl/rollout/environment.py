@@ -84,7 +84,7 @@ def engine_environment(*, has_gpu: bool) -> dict[str, str]:
 def drop_names_of_shared_memory(pids: Iterable[int]) -> None:
     """Removes the names of shared memory that an engine's started processes have mapped: it ends with the last of them.
 
-    Else it would stay on the host: vLLM removes it when its objects are collected, which killed processes never do.
+    vLLM removes it when its objects are collected, which killed processes never do.
     """
     for pid in pids:
         with suppress(OSError):  # a worker has ended, which its engine notices

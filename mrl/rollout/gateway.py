@@ -25,13 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from mrl.config.schema.env import GYM_PATH
-from mrl.rollout.agent_session import AgentSession, NamedSessions, SampledReply
-from mrl.rollout.callers import Answered, Ask, Params, Prompt
-from mrl.rollout.engine_lines import EngineLines
+from mrl.rollout.agent_session import MESSAGE_IDS, AgentSession, NamedSessions, SampledReply
+from mrl.rollout.callers import Answered, Ask, EngineLines, Params, Prompt
 from mrl.rollout.http_fields import Asked, find_mistake
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
 from mrl.rollout.receipts import Receipts
-from mrl.rollout.sessions import MESSAGE_IDS
 from mrl.rollout.turn_tree import TreeNode
 from mrl.types import SamplingParams
 
@@ -127,7 +125,7 @@ class Gateway:
             task.cancel()
 
     def has_key(self, path: str, authorization: bytes) -> bool:
-        """True when a request shows the key of its session, or of the run."""
+        """True if a request shows the key of its session, or of the run."""
         session = self._sessions.get(path.split("/")[2]) if path.startswith("/sessions/") else None
         is_gym, is_judge = path.startswith(f"{GYM}/"), path.startswith(f"{JUDGES}/")
         keys = [self.gym_key] * (is_gym or is_judge) + [self.api_key] * (not is_gym)

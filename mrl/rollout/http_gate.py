@@ -433,7 +433,7 @@ def _items(value: object) -> Iterator[object]:
 def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -> str:
     """Reason why a request may not join a session; "" if its tokens come from the distribution that is trained on.
 
-    What a session samples is meant to be trained on. `parameters` are vLLM's, by name; `sampling` is that of the run.
+    `parameters` are vLLM's, by name; `sampling` is that of the run.
     """
     wanted = {
         "temperature": (sampling.temperature,),

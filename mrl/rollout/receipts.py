@@ -19,8 +19,7 @@ from typing import cast
 
 import numpy as np
 
-from mrl.rollout.agent_session import AgentSession
-from mrl.rollout.sessions import MESSAGE_IDS
+from mrl.rollout.agent_session import MESSAGE_IDS, AgentSession
 from mrl.rollout.turn_tree import SampledAnswer, TreeNode
 from mrl.types import SamplingParams
 

@@ -173,11 +173,9 @@ class RemoteAgent:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
             return {"error": f"{self.url} answers what is no JSON: {error}: {text[:200]}"}
-        return (
-            reply
-            if isinstance(reply, dict)
-            else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
-        )
+        if isinstance(reply, dict):
+            return reply
+        return {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
 
     async def start(self) -> None:
         """Nothing: the server is the user's."""

@@ -46,12 +46,11 @@ from vllm.tool_parsers import ToolParserManager
 from mrl.config.schema.policy import PolicyConfig
 from mrl.data.chat import served_template
 from mrl.data.prompts import sampling_params
-from mrl.rollout.agent_session import SampledReply
+from mrl.rollout.agent_session import Message, SampledReply, continued, droppable, num_messages_to_answer, take_prefix
 from mrl.rollout.callers import Answered, Ask
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.http_fields import Asked, described, find_mistake, naming
 from mrl.rollout.http_gate import CHAT_KEY, NEUTRAL, Limits, default_parameters, find_deviation, find_refusal
-from mrl.rollout.sessions import Message, continued, droppable, num_messages_to_answer, take_prefix
 from mrl.rollout.turn_tree import FORCED, NO_ROUTES, SampledAnswer
 from mrl.types import SamplingParams
 

@@ -18,8 +18,7 @@ from vllm.logprobs import Logprob
 
 from mrl.data.chat import tokenizer_of
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
-from mrl.rollout.callers import Answered, Params, Prompt
-from mrl.rollout.engine_lines import EngineLines
+from mrl.rollout.callers import Answered, EngineLines, Params, Prompt
 from mrl.rollout.gateway import Gateway
 from mrl.rollout.http_gate import listen, make_server
 from mrl.rollout.remote import RemoteAgent

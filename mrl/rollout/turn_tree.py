@@ -104,8 +104,8 @@ class TurnTree:
         """Sequences to train on, one for each path to a leaf with turns left to train, so that each turn is in one.
 
         The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the
-        later one trains. Each answers `request` with another prompt: all that comes before its first trained turn,
-        turns that another sequence trains included. It ends with a trained turn.
+        later one trains. Each answers `request` with another prompt: all before its first trained turn, turns that
+        another sequence trains included. It ends with a trained turn.
         """
         taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
         # A path ends before a turn that must not be trained.
@@ -137,7 +137,6 @@ class TurnTree:
 
 
 def _continued(node: TreeNode, ids: np.ndarray) -> Iterator[TreeNode]:
-    """The children of a node on whose path `ids` lie, which begin with all tokens of the node."""
     for child in node.children:
         answered_ids = _answer(child).token_ids
         middle = node.length + len(child.given)

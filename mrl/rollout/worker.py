@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code inside vLLM's worker processes: the live model by slot, the engine side of a refit, and routes on CPU hosts.
+"""Code inside vLLM's worker processes: the live model by slot, the engine side of a refit, also of layers that vLLM
+quantises as it loads them, and routes on CPU hosts.
 
 vLLM imports this module in every worker before it builds the model, so a CPU host gets its patches of vLLM here.
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -29,9 +33,73 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
 from mrl.refit.inputs import ExchangeMember, Part, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
+from mrl.refit.staging import Quantiser
 from mrl.rollout.held_adapters import adapter_tensors, hold_adapter, weight_name
-from mrl.rollout.quantised import quantisers
 from mrl.spans import memory_facts, process_key
+
+_ONLINE = "vllm.model_executor.layers.quantization.online.fp8"
+_KERNELS = {"fp8_linear", "kernel"}
+"""Attributes of vLLM's methods that hold the kernel of a linear layer, which packs weights."""
+_AFTER_THE_RECORD = "bias"
+"""Parameter that vLLM's linear layers get after it has recorded what they load."""
+_DONE = "_already_called_process_weights_after_loading"
+
+
+def quantisers(models: Sequence[nn.Module]) -> list[Quantiser]:
+    """The layers that vLLM has quantised online, in the order in which it built them."""
+    if _ONLINE not in sys.modules:
+        return []  # vLLM imports it with the first such layer; it asks for kernels that not every build has
+    from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
+    return [
+        _quantiser(prefix, layer, names)
+        for model in models
+        for names in [dict(model.named_parameters())]
+        for prefix, layer in model.named_modules()
+        if isinstance(getattr(layer, "quant_method", None), (OnlineLinearBase, OnlineMoEMethodBase))
+    ]
+
+
+def _quantiser(prefix: str, layer: nn.Module, names: Mapping[str, object]) -> Quantiser:
+    live = dict(layer.named_parameters(recurse=False))
+    # As vLLM recorded them before it read a file.
+    as_loaded = get_layerwise_info(layer).restore_metadata[0]
+    loaded = {name: tensor for name, tensor in as_loaded.items() if live[name].dtype != tensor.dtype}
+    # A parameter that it shares has its name elsewhere; a bias is loaded as it is.
+    own = [
+        name
+        for name in live
+        if f"{prefix}.{name}" in names and (name in loaded or name not in (*as_loaded, _AFTER_THE_RECORD))
+    ]
+    made = [Slot(f"{prefix}.{name}") for name in own]
+
+    def make(weights: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
+        given = {name: weights[Slot(f"{prefix}.{name}")] for name in loaded}
+        kept = {name: live[name] for name in live if name not in own}
+        parameters = processed(layer, given, kept)
+        return {Slot(f"{prefix}.{name}"): parameters[name] for name in own}
+
+    return Quantiser({Slot(f"{prefix}.{name}"): tensor for name, tensor in loaded.items()}, made, make)
+
+
+def processed(layer: nn.Module, weights: Mapping[str, Tensor], kept: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Parameters that vLLM makes of a layer's weights: quantised, and laid out for its kernel.
+
+    A shadow of the layer goes through vLLM's own processing, which changes its kernel, too. The layer, whose addresses
+    CUDA graphs hold, stays as it is.
+    """
+    shadow, method = copy.copy(layer), copy.copy(layer.quant_method)
+    own = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights.items()}
+    vars(shadow).update(_parameters={**kept, **own}, _buffers=dict(layer._buffers), _modules=dict(layer._modules))
+    vars(shadow).pop(_DONE, None)
+    vars(shadow)["quant_method"] = method
+    for name in _KERNELS & vars(method).keys():
+        vars(method)[name] = copy.copy(vars(method)[name])
+    process: Callable[[nn.Module], None] = getattr(method, "process_weights_after_loading")  # noqa: B009  (of vLLM's methods)
+    process(shadow)
+    return {name: parameter.data for name, parameter in shadow.named_parameters(recurse=False)}
+
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -133,7 +201,7 @@ class RefitWorker:
         An error is handed over: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
         A refit writes parameters in the layout in which vLLM loads them; those that vLLM quantises it makes of staged
-        weights by vLLM's own code (`mrl.rollout.quantised`). The engine's arguments and `cpu.install`
+        weights by vLLM's own code (`mrl.rollout.worker`). The engine's arguments and `cpu.install`
         choose only kernels that read them so; refit zero and the witness tests fail for one that keeps a copy of its
         own, such as repacked for a CPU or reordered for FlashInfer. Such a kernel would rebuild its copy here, after
         all bytes have been verified and before the first token.
@@ -174,7 +242,7 @@ class RefitWorker:
         self.recorder = RouteRecorder(self.model_runner, layers)
 
     def take_routes(self, request_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """Returns the routes of finished requests, by id; those of each are known to the first worker of its group."""
+        """The routes of finished requests, by id; those of each are known to the first worker of its group."""
         assert self.recorder is not None, "record_routes comes first"
         return self.recorder.take(request_ids)
 
@@ -285,8 +353,8 @@ def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[S
     """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
     A tied parameter counts under its first name. Views of a parameter (`conv_weights` of a Mamba mixer, both halves of
-    `kv_b_proj` for latent attention) follow it. Of a drafter, the embedding and the output layer that vLLM lets it
-    share with the model count as the model's.
+    `kv_b_proj` for latent attention) follow it. The embedding and output layer that a drafter shares count as the
+    model's.
     """
     tensors = _named_tensors(model)
     if drafter is not None:

@@ -113,11 +113,9 @@ def _over(name: str, fact: str, *, steps: int) -> Measure:
 
 
 def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
-    return (
-        float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward")))
-        if rows
-        else None
-    )
+    if rows:
+        return float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward")))
+    return None
 
 
 def _growth_of_generation(rows: Sequence[Row], _: Facts) -> float | None:
@@ -131,7 +129,7 @@ def _restarts(rows: Sequence[Row], _: Facts) -> float | None:
 
 
 def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
-    """Returns the reward's change between the halves of the last steps, in standard errors; None for a solved task."""
+    """The reward's change between the halves of the last steps, in standard errors; None for a solved task."""
     values = _values(rows, "train/reward", NUM_STEPS_FLAT)
     if len(values) < NUM_STEPS_FLAT or statistics.fmean(values) > SOLVED_REWARD:
         return None

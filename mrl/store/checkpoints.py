@@ -317,7 +317,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 def find_gone(folder: Path, ledger: Ledger, *, allowed: Collection[str]) -> str:
     """The reason not to begin at step 0: the ledger names checkpoints, all gone; "" if none are, or it is allowed.
 
-    Of a ledger that is damaged, lost, or of an older version, the metrics tell it: a step that saved has a time for it.
+    If the ledger is damaged, lost, or of an older version, the metrics tell it: a step that saved has a time for it.
     """
     if "checkpoints" in allowed or any(_was_complete(found.folder) for found in checkpoints_in(folder)):
         return ""
@@ -345,7 +345,7 @@ def is_damaged(folder: Path) -> bool:
 
 
 def _was_complete(folder: Path) -> bool:
-    """True when a folder seems left of a complete checkpoint rather than of an interrupted save."""
+    """True if a folder seems left of a complete checkpoint rather than of an interrupted save."""
     try:
         return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
     except OSError:
@@ -353,7 +353,7 @@ def _was_complete(folder: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint with a completion marker, its content unchecked; 0 if there is none."""
+    """Step of the newest checkpoint with a completion marker, its content unchecked, or 0."""
     return next((found.step for found in checkpoints_in(folder) if os.path.lexists(found.folder / MARKER)), 0)
 
 

@@ -21,7 +21,7 @@ CORRECT_REWARD = 1.0
 
 
 def is_correct(reward: float) -> bool:
-    """Tells whether a reward is that of a right answer as float32, in which NeMo RL holds it: 0.6 + 0.3 + 0.1 is."""
+    """True if a reward is that of a right answer as float32, in which NeMo RL holds it: 0.6 + 0.3 + 0.1 is."""
     return bool(np.float32(reward) >= CORRECT_REWARD)
 
 
@@ -144,7 +144,7 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> f
     """Share of groups of `k` consecutive answers whose majority is correct (arXiv:2203.11171). Only whole groups count.
 
     The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at
-    all, because the environment extracts none.
+    all.
     """
     _check_count(len(answers), k)
     if not any(answers):

@@ -26,9 +26,8 @@ from mrl.config.model import overridden_config, with_value
 from mrl.config.own import code_digest
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.chat import OWN_TEMPLATE, template_text
-from mrl.data.dates import KEY as DATE
-from mrl.data.dates import writes_date
+from mrl.data.chat import KEY as DATE
+from mrl.data.chat import OWN_TEMPLATE, template_text, writes_date
 from mrl.data.order import prompt_order
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import newest_step

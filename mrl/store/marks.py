@@ -266,7 +266,6 @@ def _renamed(folder: Path, saved: Mapping[int, Mark]) -> list[tuple[Path, int]]:
 
 
 def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
-    """Paths with the name of a checkpoint, or of a save under way, and their marks."""
     paths = [
         path for path in sorted(folder.iterdir()) if STEP_FOLDER.fullmatch(path.name) or _PENDING.fullmatch(path.name)
     ]

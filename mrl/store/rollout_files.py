@@ -250,8 +250,7 @@ class KeptRollouts:
     def prepare(self, step: int, *, ends: bool) -> None:
         """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for verdicts.
 
-        Unless the run `ends` there, waits for none of the step's own weights: they are written meanwhile, and can be
-        sampled again.
+        Unless the run `ends` there, waits for none of the step's own weights: they can be sampled again.
         """
         last = step if ends else step - 1
 
@@ -326,11 +325,9 @@ class KeptRollouts:
         self._num_unjudged, self._unfinished = num_unjudged, unfinished
 
     def _is_needed(self, key: PromptKey, step: int, checkpoint: int) -> bool:
-        """Tells whether a run may use a group that resumes at this checkpoint, or at a later one."""
         return step + self._lag >= checkpoint and self._consumed.get(key, checkpoint + 1) > checkpoint
 
     def _is_wanted(self, step: int) -> bool:
-        """Tells whether a run may resume where groups from the weights of `step` are of use."""
         return any(at == self._checkpoint or self._saves(at) for at in range(step, step + self._lag + 1))
 
     def _due(self) -> list[RolloutGroup]:
@@ -449,7 +446,6 @@ class KeptRollouts:
 
 
 def _moved(rollout: Rollout, shift: int) -> RolloutInfo:
-    """A rollout whose weight versions are counted as another attempt counts them."""
     turns = tuple(replace(turn, weight_version=turn.weight_version + shift) for turn in rollout.earlier_turns)
     rollout = replace(rollout, weight_version=rollout.weight_version + shift, earlier_turns=turns)
     return RolloutInfo.of(rollout, rollout)

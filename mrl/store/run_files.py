@@ -57,7 +57,6 @@ def parse_row(line: bytes | str) -> dict | None:
 
 
 def _metrics(row: Row) -> dict:
-    """The numbers of a row; None where one is not finite."""
     numbers = {
         name: value
         for name, value in row.items()

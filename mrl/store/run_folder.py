@@ -363,7 +363,7 @@ class RunFolder:
         spans.add("logging", started)
 
     def measured(self, name: str, *, num_steps: int) -> float | None:
-        """The mean of a metric over the last steps that have it; None if there is none."""
+        """The mean of a metric over the last steps that have it, or None."""
         rows, _ = read_rows(self.path / METRICS, METRIC_KEYS, last_bytes=MEASURED_BYTES)
         values = [row[name] for row in rows if row.get(name) is not None]
         return statistics.fmean(values[-num_steps:]) if values else None

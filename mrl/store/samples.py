@@ -136,7 +136,6 @@ def token_rows(
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Rounds to nine digits, which identify a float32. JSON has null where a value is not finite."""
     return [float(f"{value:.9g}") if math.isfinite(value) else None for value in values]
 
 

@@ -55,7 +55,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside the `with` block towards `name`."""
+        """Counts the time in the `with` block towards `name`."""
         start = time.monotonic()
         try:
             yield

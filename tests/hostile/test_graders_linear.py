@@ -15,7 +15,7 @@ from mrl.envs import letters, math, math_notation, math_number, math_size, math_
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from mrl.nemo.gym.graders import instruction_following as instructions
-from mrl.nemo.gym.graders import languages, mcqa
+from mrl.nemo.gym.graders import mcqa
 from tests.sources import ROOT
 from tests.waiting import growth
 
@@ -126,7 +126,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_size._ENVIRONMENTS": math_size.search_cost,
     **dict.fromkeys((f"mrl.envs.letters.{name}" for name in LETTERS), choose_letter),
     **dict.fromkeys((f"mrl.nemo.gym.graders.mcqa.{name}" for name in MCQA), choose_letter),
-    "mrl.nemo.gym.graders.languages.detect": languages.detect,
+    "mrl.nemo.gym.graders.instruction_following.detect": instructions.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
@@ -151,8 +151,8 @@ MEETS_NO_TEXT = {
     "mrl.envs.math_value.LETTER",
     "mrl.envs.math_value._is_contradiction",
     "mrl.data.chat._words",
-    "mrl.data.dates._CALL",
-    "mrl.data.dates.dated",
+    "mrl.data.chat._CALL",
+    "mrl.data.chat.dated",
     "mrl.data.extras._words",
     "mrl.data.reading.Names",
     "mrl.data.rendering._LAYOUT",

@@ -40,7 +40,7 @@ _TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/additions.py")
 _ROLLOUTS = (
     "mrl/loop/rollouts.py",
     "mrl/loop/queue.py",
-    *(f"mrl/cluster/{name}.py" for name in ("rollouts", "book", "engines")),
+    *(f"mrl/cluster/{name}.py" for name in ("rollouts", "tasks", "engines")),
     "mrl/rollout/engine.py",
 )
 _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py")
@@ -66,7 +66,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         *_ROLLOUTS,
         "mrl/cluster/rewards.py",
         "mrl/cluster/service.py",
-        "mrl/cluster/tasks.py",
         "mrl/cluster/calls.py",
     ),
     "gym_rewards": (*_GRADERS, *_MATH),

@@ -170,8 +170,7 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
 
 def prepared(folder: Path, parallel: VllmParallel, built: Mapping[int, nn.Module]) -> tuple[Schedule, str]:
     """The schedule of a refit from one trainer rank, and the first built model that it does not fit, and why."""
-    from mrl.rollout.quantised import quantisers
-    from mrl.rollout.worker import RefitWorker, engine_tensors
+    from mrl.rollout.worker import RefitWorker, engine_tensors, quantisers
 
     refit_workers = []
     for index in range(parallel.num_workers):

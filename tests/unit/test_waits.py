@@ -78,11 +78,11 @@ UNLIMITED = {
         ("mrl/cluster/lifetime.py", "Path(f'/proc/{pid}/"),
     ],
     "in a process that nobody waits for longer than CARRY_TIMEOUT_S": [
-        ("mrl/cluster/carrier.py", "local.open("),
-        ("mrl/cluster/carrier.py", "target.open("),
-        ("mrl/cluster/carrier.py", "target.parent.mkdir("),
-        ("mrl/cluster/carrier.py", "sink.write("),
-        ("mrl/cluster/carrier.py", "shutil.rmtree("),
+        ("mrl/cluster/lifetime.py", "local.open("),
+        ("mrl/cluster/lifetime.py", "target.open("),
+        ("mrl/cluster/lifetime.py", "target.parent.mkdir("),
+        ("mrl/cluster/lifetime.py", "sink.write("),
+        ("mrl/cluster/lifetime.py", "shutil.rmtree("),
     ],
     "of /proc, in a thread that nobody waits for; what is read takes no lock of memory": [
         ("mrl/cluster/watchdog.py", "Path(f'/proc/{pid}/"),
@@ -107,7 +107,7 @@ UNLIMITED = {
         ("mrl/store/samples.py", "file.write(lines"),
     ],
     "on a disk of the host": [
-        ("mrl/cluster/carrier.py", "outbox.mkdir("),
+        ("mrl/cluster/lifetime.py", "outbox.mkdir("),
     ],
     "in the folder of temporary files, on a disk of the host": [
         ("mrl/cluster/environment.py", "folder.mkdir("),

@@ -120,12 +120,10 @@ def _check_importance(config: RunConfig, problems: Problems) -> None:
 
 def _check_rewards(config: RunConfig, problems: Problems) -> None:
     grpo, penalties, ids = config.grpo, config.reward_penalties, config.reward_penalties.token_ids
-    low, high, scaling, shaping = (
-        grpo.advantage_clip_low,
-        grpo.advantage_clip_high,
-        grpo.reward_scaling,
-        grpo.reward_shaping,
-    )
+    low = grpo.advantage_clip_low
+    high = grpo.advantage_clip_high
+    scaling = grpo.reward_scaling
+    shaping = grpo.reward_shaping
     if low is not None and high is not None and low > high:
         problems.add("grpo.advantage_clip_low", f"must be at most grpo.advantage_clip_high={high:g}", "lower it")
     if grpo.adv_estimator.reward_weights is not None and grpo.adv_estimator.name != "gdpo":
@@ -162,11 +160,9 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
         problems.add(
             f"{section}.num_generations_per_prompt", f"{needs} compares the rollouts of a prompt", "use at least 2"
         )
-    rollouts, batch, dp = (
-        config.rollouts.num_rollouts_per_step,
-        problems.section.train_global_batch_size,
-        config.replicas_of(problems.model),
-    )
+    rollouts = config.rollouts.num_rollouts_per_step
+    batch = problems.section.train_global_batch_size
+    dp = config.replicas_of(problems.model)
     key = f"{at}train_global_batch_size"
     sources = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]
     if rollouts % batch:
@@ -234,7 +230,6 @@ def check_elastic(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_oversample(config: RunConfig, problems: Problems) -> None:
-    """Checks that rollouts which a step leaves unfinished can go on in the next one."""
     asked = config.grpo.num_prompts_per_batch
     if config.grpo.num_prompts_under_way == asked:
         least = math.ceil((asked + 1) / asked * 1000) / 1000
@@ -383,7 +378,7 @@ def hooks_of(config: RunConfig) -> Iterator[tuple[str, str, Kind]]:
             yield "loss_fn.token_loss", config.loss_fn.token_loss, LOSS
         yield from ((f"env.own.functions.{name}", path, REWARD) for name, path in config.env.own.functions.items())
         yield from ((f"env.own.agents.{name}", path, AGENT) for name, path in config.env.own.agents.items())
-    for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
+    for key, dataset in config.data.sets.items():
         yield key_of("processor", config.data.default, dataset, key), dataset.processor, PROCESSOR
     yield from (("logger.own", path, LOGGER) for path in config.logger.own)
 

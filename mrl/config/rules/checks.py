@@ -17,7 +17,7 @@ from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import ModelSizes, is_hub_id, read_model, way_to_prepare
 from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, fp8, judges, layout, models, sockets, tokens, training
+from mrl.config.rules import algorithms, data, fp8, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import counted, spell_bytes
@@ -80,11 +80,9 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
 
 def check_checkpointing(config: RunConfig, problems: Problems) -> None:
     """Checks that checkpoints can be ranked and kept by section `checkpointing`."""
-    section, metric_name, limit = (
-        config.checkpointing,
-        config.checkpointing.metric_name,
-        config.checkpointing.checkpoint_must_save_by,
-    )
+    section = config.checkpointing
+    metric_name = config.checkpointing.metric_name
+    limit = config.checkpointing.checkpoint_must_save_by
     if section.ft_save_period is not None and section.ft_keep_latest_k is None:
         rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
         problems.add("checkpointing.ft_save_period", rule, "set it, for example to 1")
@@ -167,7 +165,7 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:
-    """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; else None."""
+    """The largest number of checkpoints kept at once, if fewer than the run's steps bound it; else None."""
     section = config.checkpointing
     num_steps = (
         config.training.max_num_steps if config.training.max_num_steps >= 0 else math.inf
@@ -222,11 +220,11 @@ ROLLOUT_RULES: dict[str, Check] = {
     "critic": models.check_critic,
     "HTTP server": layout.check_servers,
     "formats of tool calls and thoughts": check_formats,
-    "judges": judges.check_judges,
+    "judges": models.check_judges,
 }
 SUPERVISED_RULES: dict[str, Check] = {
     "supervised training": algorithms.check_supervised,
-    "judges": judges.check_no_judges,
+    "judges": models.check_no_judges,
 }
 TRAINING_RULES: dict[str, Check] = {"training rows": data.check_training}
 EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}

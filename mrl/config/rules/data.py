@@ -69,7 +69,7 @@ def route_of(agent_name: str, config: EnvConfig) -> str | None:
 
 
 def is_agent(env_name: str, config: EnvConfig) -> bool:
-    """Tells if an agent (the user's, or a server of NeMo Gym) handles the rows of an environment."""
+    """True if an agent (the user's, or a server of NeMo Gym) handles the rows of an environment."""
     return env_name in config.agents or (
         config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config))
     )
@@ -144,7 +144,7 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
     chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     prefix = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
     named = {default, *(SERVERS.get(server) for server in section.gym_servers)}
-    named |= {dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values()}
+    named |= {dataset.env_name for dataset in config.data.sets.values()}
     if chat.tool_parser not in (None, *TOOL_PARSERS) and CALLS_TOOLS in named:
         rule = f"env.{CALLS_TOOLS} does not read this format of tool calls"
         problems.add(
@@ -200,7 +200,7 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
 def check_data(config: RunConfig, problems: Problems) -> None:
     """Checks that the data sets can be found and read."""
     data = config.data
-    for key, dataset in (data.train_sets | data.validation_sets).items():
+    for key, dataset in data.sets.items():
         kinds = ("pairs",) if config.learns_pairs else ("answers", *([] if config.has_engines else ["conversations"]))
         _check_dataset(key, dataset, data.default, names_of(*kinds), problems, config.facts.origins)
         names = (*environment_names(config.env), NEMO_GYM)

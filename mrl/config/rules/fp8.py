@@ -50,8 +50,7 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
         return
     if model.has_delta_nets or model.window:
         part = "gated delta nets" if model.has_delta_nets else "models with attention sinks"
-        rule = f"sampling from {part} in FP8 is not built"
-        problems.add(f"{_ENGINE}.precision", rule, "set it to bfloat16")
+        problems.add(f"{_ENGINE}.precision", f"sampling from {part} in FP8 is not built", "set it to bfloat16")
     form, key = form_of(generation, model), f"{_ENGINE}.is_mx" if generation.vllm_cfg.is_mx else _FORM
     if form not in ("fp8_per_block", MX):
         return

@@ -243,11 +243,9 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
 
 
 def _check_engine_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    key, pp, num_layers = (
-        f"{_ENGINE}.pipeline_parallel_size",
-        config.policy.generation.vllm_cfg.pipeline_parallel_size,
-        len(model.layers),
-    )
+    key = f"{_ENGINE}.pipeline_parallel_size"
+    pp = config.policy.generation.vllm_cfg.pipeline_parallel_size
+    num_layers = len(model.layers)
     if pp == 1:
         return
     stages = [
@@ -284,7 +282,6 @@ def check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> N
 
 
 def _divisors(*totals: int) -> str:
-    """The sizes that divide all totals, as a way out; at least one total is not 0."""
     largest = math.gcd(*totals)
     return _use([size for size in range(1, min(largest, MAX_SUGGESTED_SIZE) + 1) if largest % size == 0])
 
@@ -350,11 +347,9 @@ def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Probl
 def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     at = problems.at
     megatron = problems.section.megatron_cfg
-    tp, ep, etp = (
-        megatron.tensor_model_parallel_size,
-        megatron.expert_model_parallel_size,
-        megatron.expert_tensor_parallel_size,
-    )
+    tp = megatron.tensor_model_parallel_size
+    ep = megatron.expert_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size
     _check_tensor_parallel(f"{at}megatron_cfg.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
     if model.experts == 0 and ep * etp > 1:
         problems.add(
@@ -470,7 +465,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
 
 
 def check_servers(config: RunConfig, problems: Problems) -> None:
-    """Checks that the gateway, if there is one, finds its parsers and ports."""
+    """Checks that the gateway, if any, finds its parsers and ports."""
     generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
     if not (vllm.expose_http_server or config.judges):
         return

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of critics and teachers: those of the policy's section, and their own."""
+"""Rules of critics, teachers and judges: those of the policy's section, and their own."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,9 @@ from conversion.families.settings import known_keys
 from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, stored_tensors
 from conversion.files.hf_weights import has_output_alone
 from mrl.config.errors import Problem, Problems, prefix_of
+from mrl.config.judge_runs import judge_run
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, overridden_config, read_model
+from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, fp8, layout, training
 from mrl.config.rules.tokens import check_tokens
 from mrl.config.schema.run import RunConfig
@@ -102,8 +105,7 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
         for key, value in family(hf_config).stated:
             if hf_config.get(key) != value:
                 rule = f"config.json has no {key}, and vLLM's default is not {value!r}, as transformers computes"
-                way_out = f"set policy.hf_config_overrides.{key}={value}"
-                problems.tell("policy.model_name", folder, rule, way_out)
+                problems.tell("policy.model_name", folder, rule, f"set policy.hf_config_overrides.{key}={value}")
         stored = stored_tensors(folder)
         is_stacked = any(tensor.is_stacked for _, tensor in stored.values())
         for is_unread, rule in (
@@ -224,11 +226,8 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
                     key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}"
                 )
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
-            rule, way_out = (
-                "algorithm=distillation has nobody to learn from",
-                "give teacher.model_name, the folder of a model or its id",
-            )
-            problems.tell("teacher", None, rule, way_out)
+            rule = "algorithm=distillation has nobody to learn from"
+            problems.tell("teacher", None, rule, "give teacher.model_name, the folder of a model or its id")
     for model, section in config.teachers.items():
         if section.megatron_cfg.peft.enabled:
             rule = "a teacher is not trained: what adapters add to a model is merged into its folder first"
@@ -282,3 +281,47 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
             "policy's"
         )
         problems.add(f"{key}.enabled", rule, "set top_p=1 and top_k=null")
+
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+TAKEN = ("policy_model", "policy")
+"""Names of the policy, for NeMo Gym's servers and for agents."""
+_KEYS = re.compile(
+    r"\bpolicy\.(?:generation\.(?:vllm_cfg\.(?:http_server_serving_chat_kwargs\.)?|(?=vllm_kwargs))|(?=model_name))"
+)
+"""Beginnings of the policy's keys that a judge has, too."""
+
+
+def check_judges(config: RunConfig, problems: Problems) -> None:
+    """Checks that each judge can be asked by its name, and that its engines fit its nodes and its model."""
+    slots = config.cluster.slots_per_node
+    for name, judge in config.judges.items():
+        at = f"judges.{name}"
+        if not NAME.fullmatch(name) or name in TAKEN:
+            rule = f"{name} is no name for a judge: it stands in its address"
+            problems.tell(at, None, rule, f"use letters, digits, - and _, and not {' or '.join(TAKEN)}")
+        workers, whole = judge.num_workers, judge.num_nodes * slots
+        if whole % workers or (slots % workers and workers % slots):
+            rule = f"its {judge.num_nodes} nodes of {slots} slots hold no whole engines of {workers} workers"
+            way_out = "change its parallel sizes so that an engine takes a part of a node, or whole nodes"
+            problems.add(f"{at}.num_nodes", rule, way_out)
+            continue
+        run = judge_run(config, name)
+        inner = Problems(run)
+        checks = (layout.check_engine_slots, layout.check_engines, layout.check_servers, check_arguments)
+        for check in (*checks, check_engine_files):
+            check(run, inner)
+        if (sizes := read_sizes(run, inner, "whether its engines can hold it")) is not None:
+            layout.check_layout(run, sizes, inner)
+        for problem in inner.merged:
+            if (of_judge := _KEYS.sub(f"{at}.", problem.key)) != problem.key:
+                length = "policy.max_total_sequence_length", f"{at}.max_model_len"
+                rule, way_out = (_KEYS.sub(f"{at}.", text.replace(*length)) for text in (problem.rule, problem.way_out))
+                problems.tell(of_judge, problem.value, rule, way_out or " ", problem.kind)
+
+
+def check_no_judges(config: RunConfig, problems: Problems) -> None:
+    """Checks that a run without rollouts has no judges."""
+    if config.judges:
+        rule, way_out = f"algorithm={config.algorithm} has no rollouts to judge", "leave it out"
+        problems.tell("judges", ", ".join(config.judges), rule, way_out)

@@ -26,7 +26,7 @@ def check_vocabulary(config: RunConfig, problems: Problems) -> None:
 
 
 def beyond_vocabulary(config: RunConfig, needed: int) -> str:
-    """Describes tokens of the tokenizer beyond the policy's embedding; "" if there are none, or if that is unknown."""
+    """Describes tokens of the tokenizer beyond the policy's embedding; "" if there are none, or that is unknown."""
     columns = vocabulary_size(Path(config.policy.model_name))
     if not 0 < columns < needed:
         return ""
@@ -46,7 +46,7 @@ def num_choices(config: RunConfig) -> int:
 def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> None:
     """Checks, as far as the files are here, that another model reads the policy's tokens and has an embedding for each.
 
-    A teacher's embedding may have more rows than the student's: it chooses among the student's tokens.
+    A teacher's embedding may have more rows: it chooses among the student's tokens.
     """
     given, is_teacher = config.model(model), role_of(model) == "teacher"
     folder, tokenizer = Path(given.model_name), Path(config.policy.tokenizer.name)
@@ -129,7 +129,6 @@ def _added_ids(tokenizer: Path) -> list[int]:
 
 
 def _ids(tokenizer: object) -> dict[str, int]:
-    """Tokens and their ids, of the contents of tokenizer.json or vocab.json."""
     if not isinstance(tokenizer, dict):
         return {}
     model = tokenizer.get("model", {"vocab": tokenizer})

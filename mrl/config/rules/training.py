@@ -35,8 +35,7 @@ def check_latent_attention(config: RunConfig, model: ModelSizes, problems: Probl
     """Checks that latent attention and gated delta nets get no trees of prefixes."""
     part = part_without_trees(model)
     if part and config.policy.share_prefixes is True:
-        rule = f"the model has {part} no trees of prefixes"
-        problems.add("policy.share_prefixes", rule, "set it to false")
+        problems.add("policy.share_prefixes", f"the model has {part} no trees of prefixes", "set it to false")
 
 
 def check_delta_nets(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
@@ -149,10 +148,8 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
     if ddp.overlap_param_gather and not optimizer.use_distributed_optimizer:
         way_out = f"set it to false, or {at}megatron_cfg.optimizer.use_distributed_optimizer=true"
         problems.add(overlap, "only the distributed optimizer gathers parameters", way_out)
-    prefix, below_peak = (
-        f"{at}megatron_cfg.optimizer",
-        f"must be at most {at}megatron_cfg.optimizer.lr={optimizer.lr:g}",
-    )
+    prefix = f"{at}megatron_cfg.optimizer"
+    below_peak = f"must be at most {at}megatron_cfg.optimizer.lr={optimizer.lr:g}"
     needed = ("use_distributed_optimizer", "use_precision_aware_optimizer", "bf16")
     missing = [f"{prefix}.{name}=true" for name in needed if not getattr(optimizer, name)]
     if optimizer.optimizer_cpu_offload and missing:
@@ -258,11 +255,9 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     megatron = problems.section.megatron_cfg
     if model.experts == 0:
         return
-    dispatcher, key, overlap = (
-        megatron.moe_token_dispatcher_type,
-        f"{at}megatron_cfg.moe_token_dispatcher_type",
-        f"{at}megatron_cfg.moe_shared_expert_overlap",
-    )
+    dispatcher = megatron.moe_token_dispatcher_type
+    key = f"{at}megatron_cfg.moe_token_dispatcher_type"
+    overlap = f"{at}megatron_cfg.moe_shared_expert_overlap"
     if dispatcher == "flex":
         _check_flex(config, problems)
     elif megatron.moe_enable_deepep:
@@ -313,8 +308,7 @@ def _check_flex(config: RunConfig, problems: Problems) -> None:
         and problems.model not in config.own_nodes
         and config.policy.megatron_cfg.uses_hybridep
     ):
-        rule = "HybridEP has one buffer per process, and the policy's model has it"
-        problems.add(backend, rule, "set it to deepep")
+        problems.add(backend, "HybridEP has one buffer per process, and the policy's model has it", "set it to deepep")
 
 
 def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
@@ -351,10 +345,8 @@ def check_trained(config: RunConfig, problems: Problems) -> None:
     hf_config = read_config(Path(problems.section.model_name) / "config.json")
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
-    key, left = (
-        f"{at}megatron_cfg.freeze_config.modules",
-        () if config.mtp_steps_of(problems.model) else family(hf_config).mtp(hf_config),
-    )
+    key = f"{at}megatron_cfg.freeze_config.modules"
+    left = () if config.mtp_steps_of(problems.model) else family(hf_config).mtp(hf_config)
     names = [name for name in family(hf_config).canonical(hf_config) if name not in left]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -281,6 +281,11 @@ class DataConfig:
         return {f"data.validation.datasets[{index}]": dataset for index, dataset in enumerate(self.validation.datasets)}
 
     @property
+    def sets(self) -> dict[str, DatasetConfig]:
+        """All data sets by their key."""
+        return self.train_sets | self.validation_sets
+
+    @property
     def has_validation(self) -> bool:
         """Tells whether there are validation rows: their own, or held out of the training rows."""
         return bool(self.validation_sets) or any(dataset.held_out for dataset in self.train_sets.values())

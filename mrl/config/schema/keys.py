@@ -32,7 +32,7 @@ def fields_of(section: type) -> dict[str, Any]:
 
 
 SAME_KEYS = {"teacher": "policy"}
-"""Sections with the keys of another, whose documentation they share. `mrl.config.teachers` reads them."""
+"""Sections with the keys of another, whose documentation they share. `mrl.config.load` reads them."""
 
 
 @dataclass(frozen=True)

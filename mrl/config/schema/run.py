@@ -245,11 +245,9 @@ class RunConfig:
         """Teacher models, which are not trained."""
         if self.algorithm == "distillation":
             return {} if self.teacher is None else {"teacher": self.teacher}
-        return (
-            {}
-            if self.teaching is None
-            else {f"teacher:{name}": section for name, section in self.facts.teachers.items()}
-        )
+        if self.teaching is None:
+            return {}
+        return {f"teacher:{name}": section for name, section in self.facts.teachers.items()}
 
     @property
     def teaching(self) -> OnPolicyDistillationConfig | None:
@@ -463,11 +461,9 @@ class RunConfig:
 
         `mrl.plan.memory` lowers the latter to what the cache holds.
         """
-        vllm, grpo, num_rows = (
-            self.policy.generation.vllm_cfg,
-            self.rollouts,
-            1 + self.policy.generation.num_proposed_tokens,
-        )
+        vllm = self.policy.generation.vllm_cfg
+        grpo = self.rollouts
+        num_rows = 1 + self.policy.generation.num_proposed_tokens
         needed = -(-self.num_rollouts_at_once // max(1, self.num_engines * vllm.num_groups))
         if vllm.expose_http_server:
             # All may come as requests of agents, which have a share of the engine.

@@ -68,10 +68,8 @@ finished groups.
 """
 UNORDERED = ("windowed", "ready_first")
 """Samplers that take whatever is finished, in any order."""
-FRESHEST, RECOMPUTES = (
-    f"{SAMPLER}.sample_freshest_first",
-    f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates",
-)
+FRESHEST = f"{SAMPLER}.sample_freshest_first"
+RECOMPUTES = f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates"
 
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 _SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
@@ -194,7 +192,6 @@ def translate(settings: Settings, value_of: Callable[[str], object], sections: S
 
 
 def _other_names(found: Translation) -> None:
-    """Puts arguments of vLLM and values for the chat template at the keys that they have here."""
     names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
         source = found.name(section)
@@ -230,7 +227,7 @@ def _hand_on(found: Translation) -> None:
 
 
 def is_gyms(key: Key, value: object) -> bool:
-    """Tells whether NeMo Gym's servers take this key: one of their global names, or of a server's section."""
+    """True if NeMo Gym's servers take this key: one of their global names, or of a server's section."""
     if key[:2] != GYM or len(key) == 2 or key[2] in _OWN_OF_GYM:
         return False
     name, *rest = key[2:]
@@ -244,7 +241,7 @@ def _is_global(name: str) -> bool:
 
 
 def is_template_variable(key: Key) -> bool:
-    """Tells whether a key is a value for the chat template, which is also one of ours."""
+    """True if a key is a value for the chat template, which is also one of ours."""
     return ".".join(key).startswith(tuple(f"{section}." for section in TEMPLATE_VARIABLES))
 
 
@@ -453,7 +450,6 @@ def _single_controller(found: Translation) -> None:
 
 
 def _compiler(found: Translation) -> None:
-    """Translates vLLM's former switch of its compiler, which now has a name."""
     inductor, compiler = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
     if inductor is not None:
         backend = "inductor" if found.value_of(USE_INDUCTOR) else "eager"
@@ -486,7 +482,6 @@ def _old_forms(found: Translation) -> None:
 
 
 def _norm(found: Translation) -> None:
-    """Translates the optimizer's norm of gradients."""
     # If a file has both, NeMo RL's Megatron reads the optimizer's. A user who names the other on the command line means
     # that.
     clip, norm = found.given(CLIP), found.given(NORM)

@@ -46,11 +46,11 @@ class Foreign:
     """Values with which NeMo RL does what mrl does at every value. None = with all of them."""
 
     def differs(self, value: object) -> bool:
-        """Tells whether NeMo RL does something else than mrl with a value that is accepted."""
+        """True if NeMo RL does something else than mrl with a value that is accepted."""
         return self.same_at is not None and value not in self.same_at
 
     def refuses(self, value: object) -> bool:
-        """Tells whether `reason` is about a value; else it is unknown."""
+        """True if `reason` is about a value; else it is unknown."""
         if not isinstance(self.refused, str):
             return value in self.refused
         return isinstance(value, KINDS[self.refused]) and (

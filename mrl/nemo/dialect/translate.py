@@ -65,8 +65,8 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def use_own_forms(settings: Settings, folder: Path) -> None:
     """Gives the section `data` the schema's form, and writes out HF_HOME if unset; in place.
 
-    A prompt file that the working directory lacks is looked for in `folder`, that of the config, and those above:
-    NeMo RL runs in its checkout, and its files name prompts from there.
+    A prompt file that the working directory lacks is looked for in `folder`, that of the config, and those above: NeMo
+    RL's files name prompts from its checkout.
     """
     for key in (("data", "train"), ("data", "validation")):
         if key in settings and isinstance(settings[key].value, list):
@@ -88,13 +88,12 @@ def use_own_forms(settings: Settings, folder: Path) -> None:
 
 
 def _lacks_prompt(key: Key, value: object) -> bool:
-    """Tells whether a setting names a file of a folder `prompts` that the working directory lacks."""
     is_prompt = key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(value, str)
     return is_prompt and Path(str(value)).parent.name == "prompts" and not os.path.exists(str(value))
 
 
 def is_evaluation(settings: Settings) -> bool:
-    """Tells whether this is an evaluation file: `generation` and `tokenizer` at the top, `data` the evaluated set."""
+    """True if this is an evaluation file: `generation` and `tokenizer` at the top, `data` the evaluated set."""
     return ("generation", "model_name") in settings
 
 
@@ -125,12 +124,10 @@ def place_evaluation(settings: Settings) -> None:
 
 
 def _is_place(dataset_name: str) -> bool:
-    """Tells whether NeMo RL reads this name of evaluated rows as a file or an id of the Hub, not as a known set."""
     return dataset_name not in DATASETS and (bool(re.search("[/.]", dataset_name)) or os.path.exists(dataset_name))
 
 
 def _name(old: str) -> str:
-    """The name of a key of such a file in the schema."""
     section, _, rest = old.partition(".")
     if old in NAMES:
         return NAMES[old]
@@ -145,7 +142,7 @@ def as_policy(key: Key) -> Key:
 
 
 def entry_of(key: Key) -> Foreign | None:
-    """Finds the table entry of a key, or of the `policy` key that it stands for; None if there is none."""
+    """Finds the table entry of a key, or of the `policy` key that it stands for, or None."""
     if (found := FOREIGN.get(".".join(key))) is not None:
         return found
     sections = (FOREIGN.get(".".join(key[:depth])) for depth in range(len(key) - 1, 0, -1))
@@ -164,7 +161,7 @@ _OF_DTENSOR = {target: source for source, target in SAME_VALUE.items()}
 
 
 def is_foreign(key: Key, value: object) -> bool:
-    """Tells whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
+    """True if a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
     if entry_of(key) is not None or is_translated(key) or is_gyms(key, value):
         return True
     starts = tuple({f"{'.'.join(place)}." for place in (key, as_policy(key))})
@@ -172,7 +169,7 @@ def is_foreign(key: Key, value: object) -> bool:
 
 
 def is_translated(key: Key) -> bool:
-    """Tells whether this key is translated into others."""
+    """True if this key is translated into others."""
     dotted = ".".join(as_policy(key))
     return (
         dotted in TRANSLATED
@@ -255,3 +252,33 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     note = NOTES.get((".".join(key), old)) if isinstance(old, Hashable) else None
     report.translated.append(f"{describe(key, setting)} -> {spell(new)}{f': {note}' if note else ''}")
     return Setting(new, setting.origin)
+
+
+OF_MEDIA = frozenset(
+    "audiomcq avqa clevr-cogent daily-omni geometry3k intent-bench intent-train mmpr-tiny refcoco".split()
+)
+"""NeMo RL's data sets with images, video or sound, and its environments of these names."""
+BY_NAME = {
+    "processor": frozenset({"vlm_hf_data_processor"}),
+    "dataset_name": OF_MEDIA,
+    "env_name": OF_MEDIA | {"vlm"},
+}
+IS_VLM = ("policy", "is_vlm")
+
+
+def find_media(settings: Settings) -> list[Problem]:
+    """One problem if a config trains on images, video or sound; it names all settings that say so."""
+    found = {
+        key: setting
+        for key, setting in settings.items()
+        if (key == IS_VLM and setting.value is True)
+        or (key[0] == "data" and isinstance(setting.value, str) and setting.value in BY_NAME.get(key[-1], ()))
+    }
+    own = {key[-1] for key in settings if key[:2] in (("env", "own"), ("env", "remote"))}
+    found = {key: setting for key, setting in found.items() if setting.value not in own}
+    if not found:
+        return []
+    (key, first), *others = found.items()
+    also = ", ".join(describe(*other) for other in others)
+    rule = "this config trains on images, video or sound, which mrl does not" + (f" (see also {also})" if also else "")
+    return [wrong("media", key, first, rule, "use a config that trains on texts; no other key of this one was checked")]

@@ -16,7 +16,7 @@ from mrl.data.fields import (
     plain_text,
     said,
 )
-from mrl.data.tools import schema_as_written
+from mrl.data.rows import schema_as_written
 
 KEYS = ("role", "tool_calls", "tool_call_id")
 """Fields of a message that a template sees besides its content."""
@@ -28,8 +28,8 @@ def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
     """OpenAI chat messages and tools from a NeMo Gym row: `responses_create_params` is a request to the Responses API.
 
     They are those that Gym's own converter (nemo_gym/responses_converter.py) hands to a chat template: what the
-    assistant thinks, says and calls in one turn is one message, and `instructions` and the system messages that come
-    first are one. A RowError says that they are not there, or hold what is not text, calls or their results.
+    assistant thinks, says and calls in one turn is one message, and so are `instructions` and the first system
+    messages. RowError: they are not there, or hold what is not text, calls or their results.
     """
     request = fields.get(REQUEST)
     if not isinstance(request, dict):

@@ -61,7 +61,6 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_compared(config: RunConfig, problems: Problems) -> None:
-    """Checks that `genrm_compare`, which judges whole groups, waits for as many answers as a group has."""
     found = {"genrm_compare_resources_server": NUM_COMPARED} if "genrm_compare" in config.env.gym_servers else {}
     for name, instance in config.env.nemo_gym.servers.items():
         options = (instance.get("resources_servers") or {}).get("genrm_compare") if isinstance(instance, dict) else None

@@ -104,5 +104,5 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
-    """True when this process's command line holds a secret, as a config override may: services must not record it."""
+    """True if this process's command line holds a secret, as a config override may: services must not record it."""
     return has_secret(sys.argv, config_secrets)

@@ -100,7 +100,7 @@ class SinkThread:
             self._on_open(self._sink.run_id)
 
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
-        """True when `call` succeeds. Catches everything: libraries raise anything, and no logger may end the run."""
+        """True if `call` succeeds. Catches everything: libraries raise anything, and no logger may end the run."""
         try:
             call(*arguments)
         except (Exception, SystemExit) as error:

@@ -11,7 +11,7 @@ import torch
 def test_the_bits_are_those_of_vllm(dtype: torch.dtype) -> None:
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 
-    from mrl.rollout.cpu_convolution import causal_conv1d
+    from mrl.rollout.cpu_delta import causal_conv1d
 
     torch.manual_seed(0)
     for num_sequences in (1, 2, 7, 40):

@@ -60,8 +60,7 @@ def test_experts_that_no_token_chooses_give_zero_in_every_form_of_fp8(group: int
 
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from mrl.rollout.cpu_experts import mixture
-    from mrl.rollout.cpu_fp8 import rounded
+    from mrl.rollout.cpu_experts import mixture, rounded
 
     x, w1, w2 = torch.randn(1, 64), torch.randn(2, 128, 64), torch.randn(2, 64, 64)
     weights, ids, here = torch.ones(1, 1), torch.tensor([[3]]), torch.tensor([0, 1, -1, -1])

@@ -77,7 +77,7 @@ def expected(weight: Tensor, form: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantisers_of(engine: Engine) -> list[Quantiser]:
-    from mrl.rollout.quantised import quantisers
+    from mrl.rollout.worker import quantisers
 
     return quantisers([engine.llm.model_executor.driver_worker.get_model()])
 

@@ -120,8 +120,7 @@ PUBLISHED: dict[str, tuple[dict[str, object], VllmParallel, str]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_quantised_and_refitted_on_the_meta_device(name: str, tmp_path: Path) -> None:
     """Models as vLLM builds and quantises them, without memory; a refit brings the weights of every layer once."""
-    from mrl.rollout.quantised import quantisers
-    from mrl.rollout.worker import engine_tensors
+    from mrl.rollout.worker import engine_tensors, quantisers
 
     changed, parallel, form = PUBLISHED[name]
     hf_config = {**published(name), **changed}

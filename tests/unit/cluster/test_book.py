@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.book import ActorWork, RequestBook
 from mrl.cluster.errors import ActorLost, ActorName
-from mrl.cluster.tasks import BackgroundTasks
+from mrl.cluster.tasks import ActorWork, BackgroundTasks, RequestBook
 from mrl.types import RolloutRequest, SamplingParams
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S

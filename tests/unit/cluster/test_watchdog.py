@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from mrl import spans
-from mrl.cluster import carrier, hangs
+from mrl.cluster import hangs, lifetime
 from mrl.cluster import watchdog as watchdog_module
-from mrl.cluster.carrier import OUTBOX, Carrier, end_carrier, local_file, start_carrier
 from mrl.cluster.hangs import ProcessReading, Wait
+from mrl.cluster.lifetime import OUTBOX, Carrier, end_carrier, local_file, start_carrier
 from mrl.cluster.watchdog import Watchdog, innermost, read_all, read_process, read_signs, read_stacks
 from mrl.signals import LISTENER
 from tests.sources import ROOT
@@ -281,7 +281,7 @@ def test_what_is_written_locally_arrives_also_after_a_failure(tmp_path: Path, ca
 
 
 def test_a_carrier_carries_the_last_words_and_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(carrier, "CARRY_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(lifetime, "CARRY_TIMEOUT_S", LIMIT_S)
     folder = tmp_path / "private"
     folder.mkdir()
     started = start_carrier(folder)

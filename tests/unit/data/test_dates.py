@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema.policy import TokenizerConfig
-from mrl.data.chat import served_template, use_chat_template
-from mrl.data.dates import dated
+from mrl.data.chat import dated, served_template, use_chat_template
 from mrl.recipes.tokenizer import byte_tokenizer
 
 # As Llama 3.2's and gpt-oss's.

@@ -16,7 +16,7 @@ import pytest
 from mrl.check import examine
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.config.schema.data import DifficultyPoolConfig
-from mrl.data.difficulty import DifficultyPools
+from mrl.data.order import DifficultyPools
 from mrl.data.prompts import load_prompts
 from mrl.loop.queue import open_queue
 from mrl.recipes.tokenizer import byte_tokenizer

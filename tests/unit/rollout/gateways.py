@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 
 from mrl.rollout import http_gate
 from mrl.rollout.agent_session import AgentSession, SampledReply
-from mrl.rollout.callers import EngineLost
-from mrl.rollout.engine_lines import EngineLines
+from mrl.rollout.callers import EngineLines, EngineLost
 from mrl.rollout.gateway import Gateway
 from mrl.rollout.turn_tree import FORCED, SampledAnswer
 from mrl.types import SamplingParams

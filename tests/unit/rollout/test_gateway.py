@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from mrl.rollout import agent_session, engine_lines
+from mrl.rollout import agent_session, callers
 from mrl.rollout.agent_session import AgentSession, NamedSessions
 from tests.rollouts import request
 from tests.unit.rollout.gateways import CONTEXT, RUN_KEY, SAMPLING, FakeEngine, Running
@@ -31,7 +31,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def engine(running: Running, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    monkeypatch.setattr(engine_lines, "RETRY_S", 0.01)
+    monkeypatch.setattr(callers, "RETRY_S", 0.01)
     engine = FakeEngine()
     running.use(engine)
     return engine

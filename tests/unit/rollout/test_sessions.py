@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.rollout.sessions import (
+from mrl.rollout.agent_session import (
     continued,
     droppable,
     num_messages_to_answer,

@@ -66,11 +66,9 @@ def score(task: Task) -> Outcome:
         return Outcome(0.0, extracted="nested too deeply")
     except re.error as problem:
         raise RowFault(f"the row's schema_str has a pattern that is no regular expression: {problem}") from problem
-    return (
-        Outcome(1.0, extracted="valid")
-        if error is None
-        else Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
-    )
+    if error is None:
+        return Outcome(1.0, extracted="valid")
+    return Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")
 
 
 def _payload(task: Task, fields: Mapping[str, object]) -> object:

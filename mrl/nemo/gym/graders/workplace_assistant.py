@@ -284,7 +284,6 @@ def count_sources(office: Office, /, traffic_source: str = "", **times: object) 
 
 
 def _search(office: Office, table: str, named: Mapping[str, object], dates: tuple[str, ...]) -> list[Record]:
-    """Records whose fields contain the given texts, and whose dates lie within `<field>_min` and `<field>_max`."""
     texts = {key: value for key, value in named.items() if key in FIELDS[table][1:]}
     if unknown := named.keys() - texts.keys() - {f"{key}_{end}" for key in dates for end in ("min", "max")}:
         raise ToolError(f"arguments not known: {sorted(unknown)}")

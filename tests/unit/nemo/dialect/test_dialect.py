@@ -10,13 +10,13 @@ from mrl.config.load import load_config, load_run
 from mrl.config.migration import Dialect, dialect
 from mrl.config.schema.keys import KEYS
 from mrl.config.schema.run import RunConfig
-from mrl.nemo.dialect import words
+from mrl.nemo.dialect import translate
 from mrl.nemo.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
 from mrl.nemo.dialect.translate import DIALECT_KEYS, is_foreign, migrate
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
-WORDS: Dialect = words  # which pyright compares with what the program calls
+WORDS: Dialect = translate  # which pyright compares with what the program calls
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
 
 

@@ -17,9 +17,8 @@ import pytest
 from mrl.config.schema.env import GymHeadConfig, NemoGymConfig
 from mrl.config.schema.judges import JudgeConfig
 from mrl.nemo.gym import servers as gym_module
-from mrl.nemo.gym.process import GymProcess, gym_config, reach_gym
 from mrl.nemo.gym.process_child import make_ray_folder
-from mrl.nemo.gym.servers import GymServers
+from mrl.nemo.gym.servers import GymProcess, GymServers, gym_config, reach_gym
 from tests.waiting import HANG_S, SOON_S
 
 # Serves a head server by env.yaml, with a daemon beside it in a session of its own, as Ray's are.

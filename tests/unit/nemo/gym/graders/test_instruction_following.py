@@ -4,8 +4,7 @@ import json
 import pytest
 
 from mrl.envs.task import RowFault, Task
-from mrl.nemo.gym.graders.instruction_following import CHECKS, score
-from mrl.nemo.gym.graders.languages import SCRIPTS, WORDS, detect
+from mrl.nemo.gym.graders.instruction_following import CHECKS, SCRIPTS, WORDS, detect, score
 
 # (instruction, arguments, a text that follows it, a text that does not)
 CASES = [
