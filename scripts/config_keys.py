@@ -83,7 +83,7 @@ def config_keys() -> dict[str, object]:
     """
     found: dict[str, object] = {
         "rope": {kind: _rope(kind) for kind in ROPE_KINDS},
-        "engine": _off(read for file in OF_EVERY_ENGINE for read in _reads(_source("vllm", file), _HOLDERS[1:])),
+        "engine": _off(read for file in OF_EVERY_ENGINE for read in _reads(_source("vllm", file))),
     }
     base = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     for model_type, of_vllm in CLASSES.items():
@@ -92,10 +92,12 @@ def config_keys() -> dict[str, object]:
         folder = model_type.removesuffix("_text")
         module = f"models/{folder}/modeling_{folder}"
         reads: list[tuple[str, list[object]]] = [(name, [default]) for name, default in fields.items()]
-        reads += _reads(_source("transformers", module), _HOLDERS)
+        reads += _reads(_source("transformers", module))
         if of_vllm is not None:
-            reads += _reads(_source("vllm", f"model_executor/models/{MODELS_OF_VLLM[of_vllm][0]}"), _HOLDERS)
+            reads += _reads(_source("vllm", f"model_executor/models/{MODELS_OF_VLLM[of_vllm][0]}"))
         defaults = {name: default for name, default in fields.items() if _is_plain(default)}
+        if "rope_parameters" in fields:
+            defaults["rope_theta"] = kind.default_theta
         found[model_type] = {"class": of_vllm, "defaults": defaults, "aliases": kind.attribute_map, "off": _off(reads)}
     return found
 
@@ -103,7 +105,8 @@ def config_keys() -> dict[str, object]:
 def _off(reads: Iterable[tuple[str, list[object]]]) -> dict[str, list[object]]:
     off: dict[str, list[object]] = {}
     for name, values in reads:
-        if name[0] != "_" and name not in WITHOUT_EFFECT and not callable(getattr(PreTrainedConfig, name, None)):
+        is_method = hasattr(dict, name) or callable(getattr(PreTrainedConfig, name, None))
+        if name[0] != "_" and name not in WITHOUT_EFFECT and not is_method:
             off[name] = [
                 *off.get(name, []),
                 *(value for value in values if _is_plain(value) and value not in off.get(name, [])),
@@ -117,12 +120,16 @@ def _source(library: str, module: str) -> ast.AST:
     return ast.parse((Path(spec.origin).parent / f"{module}.py").read_text(encoding="utf-8"))
 
 
-def _reads(tree: ast.AST, holders: tuple[str, ...]) -> Iterator[tuple[str, list[object]]]:
+def _reads(tree: ast.AST) -> Iterator[tuple[str, list[object]]]:
     """The attributes of configs that code reads, each with the values that it takes for missing ones."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _ends(node.value) in holders:
+        if isinstance(node, ast.Attribute) and _ends(node.value) in _HOLDERS:
             yield node.attr, []
-        if isinstance(node, ast.Call) and _ends(node.func) in ("getattr", "hasattr") and _ends(node.args[0]) in holders:
+        if (
+            isinstance(node, ast.Call)
+            and _ends(node.func) in ("getattr", "hasattr")
+            and _ends(node.args[0]) in _HOLDERS
+        ):
             name, *default = node.args[1:]
             if isinstance(name, ast.Constant):
                 yield str(name.value), [value.value for value in default if isinstance(value, ast.Constant)]

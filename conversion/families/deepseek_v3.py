@@ -8,6 +8,7 @@ from dataclasses import replace
 from conversion.cuts import Canonical, ColumnParallel, Replicated, RowParallel, Stacked
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.rope import Rope, refuse_unread_positions, rope_settings
 from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {
@@ -32,7 +33,7 @@ _YARN = {
 
 def _decoder(hf_config: HfConfig) -> decoder.Decoder:
     check_settings(hf_config, _SUPPORTED)
-    rope = decoder.Rope(decoder.rope_settings(hf_config)[0])
+    rope = Rope(rope_settings(hf_config)[0])
     moe = replace(decoder.sigmoid_experts(hf_config), is_shared_whole_in_groups=True)
     found = decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, rope=rope)
     return replace(found, num_kv_heads=found.num_heads)
@@ -97,14 +98,14 @@ def _norm(hf: str, name: str, fused: str, local: str, size: int) -> Rule:
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     found = _decoder(hf_config)
     kv_rank, plain, rotary, value = (positive_integer(hf_config, key) for key in _LATENT_KEYS)
-    _, kind, given = decoder.rope_settings(hf_config)
+    _, kind, given = rope_settings(hf_config)
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json: rope_type={kind!r} is not supported for deepseek_v3; only default and yarn are")
     rope: dict[str, object] = dict(rope_type="rope")
     if kind == "yarn":
         numbers = {name: positive_number(given, key, default) for key, (name, default) in _YARN.items()}
         rope = dict(rope_type="yarn", rotary_scaling_factor=positive_number(given, "factor"), **numbers)
-    decoder.refuse_unread_positions(kind, given)
+    refuse_unread_positions(kind, given)
     return decoder.megatron_arguments(
         found,
         multi_latent_attention=True,

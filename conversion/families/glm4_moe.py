@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from conversion.families.decoder import COMMON_SUPPORTED, Decoder, decoder_family, read_rope, sigmoid_experts
+from conversion.families.decoder import COMMON_SUPPORTED, Decoder, decoder_family, sigmoid_experts
+from conversion.families.rope import read_rope
 from conversion.families.settings import HfConfig, check_settings, choice
 
 _SUPPORTED = COMMON_SUPPORTED | {"attention_bias": (False, True, None), "norm_topk_prob": (True, None)}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, OnFirst, Replicated, RowParallel
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.rope import rope_settings
 from conversion.families.settings import check_settings, positive_integer, softmax_router
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {
@@ -39,7 +40,7 @@ def _decoder(hf_config: HfConfig) -> decoder.Decoder:
             f"in the first of every two layers: leave it out, or give {_KINDS[0]} and {_KINDS[1]} by turns, "
             f"{num_layers} in all"
         )
-    if (kind := decoder.rope_settings(hf_config)[1]) != "yarn":
+    if (kind := rope_settings(hf_config)[1]) != "yarn":
         raise ValueError(f"config.json: rope_type={kind!r} is not supported for gpt_oss; only yarn is")
     moe = decoder.Moe(
         layers=(True,) * num_layers,

@@ -7,6 +7,7 @@ from conversion.cuts import Canonical, Joined, Sections
 from conversion.families import decoder
 from conversion.families.common import HfConfig, Rule
 from conversion.families.qwen3_next import KINDS, ROTATED, SUPPORTED, Sizes, delta_family, projection_rules
+from conversion.families.rope import read_rope
 from conversion.families.settings import check_settings, ignore, positive_integer, softmax_router
 
 # Axes of images, whose positions are equal in a text.
@@ -39,7 +40,7 @@ def _with_experts(hf_config: HfConfig) -> decoder.Decoder:
 def _decoder(hf_config: HfConfig, moe: decoder.Moe | None) -> decoder.Decoder:
     check_settings(hf_config, SUPPORTED)
     ignore(hf_config, "mtp_num_hidden_layers")  # their tensors are left out, by name
-    rope = decoder.read_rope(hf_config, percent=ROTATED, unused=_AXES)
+    rope = read_rope(hf_config, percent=ROTATED, unused=_AXES)
     return decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, mlp=moe and moe.width, rope=rope, kinds=KINDS)
 
 

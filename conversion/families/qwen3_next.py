@@ -22,6 +22,7 @@ from conversion.cuts import (
 )
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
+from conversion.families.rope import read_rope
 from conversion.families.settings import check_settings, positive_integer
 
 SUPPORTED = decoder.COMMON_SUPPORTED | {
@@ -93,7 +94,7 @@ def _decoder(hf_config: HfConfig) -> decoder.Decoder:
         has_shared_gate=True,
         is_shared_whole_in_groups=True,
     )
-    rope = decoder.read_rope(hf_config, percent=ROTATED)
+    rope = read_rope(hf_config, percent=ROTATED)
     return decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, rope=rope, kinds=KINDS)
 
 

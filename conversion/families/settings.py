@@ -61,13 +61,17 @@ def ignore(hf_config: HfConfig, *keys: str) -> None:
         hf_config.get(key)
 
 
+def _way_out(value: object) -> str:
+    return "; write the model's own into the file" if value is None else ""
+
+
 def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) -> int:
     """A size; `default` where the key is missing or null."""
     value = hf_config.get(key) if key in hf_config or default is not None else None
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {key}={value!r} must be a positive integer")
+        raise ValueError(f"config.json: {key}={value!r} must be a positive integer{_way_out(value)}")
     return value
 
 
@@ -83,7 +87,7 @@ def positive_number(hf_config: HfConfig, key: str, default: float | None = None)
     if value is None and default is not None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key}={value!r} must be a positive number")
+        raise ValueError(f"config.json: {key}={value!r} must be a positive number{_way_out(value)}")
     return float(value)
 
 
@@ -97,14 +101,20 @@ def choice(hf_config: HfConfig, key: str, *, default: bool) -> bool:
     return value
 
 
+_WAYS_OUT = {
+    "quantization_config": "the weights that it describes are quantised: take the model's bfloat16 weights (a folder "
+    "with them and without this key), from its publisher or as transformers dequantises them"
+}
+
+
 def check_settings(hf_config: HfConfig, supported: Mapping[str, tuple[object, ...]]) -> None:
     """Compares settings with the values that are supported; a key that is missing has the first of them."""
     for key, values in supported.items():
         value = hf_config.get(key, values[0])
         if value not in values:
+            way_out = _WAYS_OUT.get(key, f"only {values[0]!r} is")
             raise ValueError(
-                f"config.json: {key}={value!r} is not supported for {hf_config.get('model_type')}; only "
-                f"{values[0]!r} is"
+                f"config.json: {key}={value!r} is not supported for {hf_config.get('model_type')}; {way_out}"
             )
 
 

@@ -31,6 +31,7 @@ from conversion.texts import listed
 logger = logging.getLogger(__name__)
 
 TIED = "tie_word_embeddings"
+_FLOATS = tuple(name for name, dtype in DTYPES.items() if "float" in dtype)
 _BLOCK_BYTES = 4 << 20
 
 Stored = Mapping[str, tuple[Path, HeaderTensor]]
@@ -92,10 +93,10 @@ def has_output_alone(stored: Collection[str], config: HfConfig) -> bool:
 def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError unless the weight files hold exactly these tensors, unquantised."""
     for name in sorted(stored):
-        if stored[name].dtype not in DTYPES:
+        if stored[name].dtype not in _FLOATS:
             raise ValueError(
-                f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported "
-                f"({sorted(DTYPES)})"
+                f"{hf}: {name} has dtype {stored[name].dtype}, which only quantised weights have; take those in one of "
+                f"{', '.join(_FLOATS)} from the model's publisher, or as transformers dequantises them"
             )
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
     if any(".block_sparse_moe." in name for name in missing) and any(".mlp.experts." in name for name in unknown):

@@ -59,8 +59,11 @@ def translate_settings(
     refused: list[Problem] = []
     translated, migration = dialect().migrate(known, value_of, refused, sections)
     notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
+    read = {name for setting in written.values() for name in REFERENCE.findall(str(setting.value))}
     migration.without_effect += [
-        (key, setting, "read only where another key refers to it") for key, setting in notes.items()
+        (key, setting, "no key refers to it")
+        for key, setting in notes.items()
+        if read.isdisjoint(".".join(key[:depth]) for depth in range(1, len(key) + 1))
     ]
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or keys of the inactive backend.

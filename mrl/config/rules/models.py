@@ -53,7 +53,7 @@ TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
 """Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json. Names as in
 `mrl.config.rules.checks`.
 """
-_CLASSES = ("ForCausalLM", "ForSequenceClassification")
+_QUANTISED = "hf_quant_config.json"
 
 
 def check_critic(config: RunConfig, problems: Problems) -> None:
@@ -98,10 +98,17 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
     with suppress(OSError, ValueError):
         hf_config = overridden_config(read_config(folder / "config.json"), overrides)
         names = hf_config.get("architectures") or []
-        is_known = not names and bool(known_keys().get(str(hf_config.get("model_type")), {}).get("class"))
-        if not is_known and (not isinstance(names, list) or not any(str(name).endswith(_CLASSES) for name in names)):
-            rule = f"config.json: architectures={names!r} names no language model, and vLLM takes its class from there"
-            problems.tell("policy.model_name", folder, rule, "name the one that ends with ForCausalLM")
+        known = known_keys().get(str(hf_config.get("model_type")), {}).get("class")
+        ends = (known or "ForCausalLM", "ForSequenceClassification")
+        if not (known and not names) and (not isinstance(names, list) or not str([*names, ""][0]).endswith(ends)):
+            rule = (
+                f"config.json: architectures={names!r} begins with no language model of its model_type, and vLLM takes "
+                "its class from there"
+            )
+            problems.tell("policy.model_name", folder, rule, f"name {known or 'the one that ends with ForCausalLM'}")
+        if (folder / _QUANTISED).exists():
+            rule = f"it holds {_QUANTISED}, by which vLLM takes its weights for quantised"
+            problems.tell("policy.model_name", folder, rule, "remove that file if they are not")
         for key, value in family(hf_config).stated:
             if hf_config.get(key) != value:
                 rule = f"config.json has no {key}, and vLLM's default is not {value!r}, as transformers computes"
@@ -184,7 +191,7 @@ def _check_section(config: RunConfig, model: ModelName, said: list[Problem], pro
             check(config, sizes, inner)
     told = {(each.id, each.value) for problem in said for each in (problem, *problem.also)}
     for problem in inner.merged:
-        if problem.key not in config.facts.origins and (problem.id, problem.value) in told:
+        if problem in said or (problem.key not in config.facts.origins and (problem.id, problem.value) in told):
             continue
         if not inner.is_of_section(problem):
             problem = replace(problem, rule=f"for the {model}, {problem.rule}")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.texts import listed
-from mrl.config.errors import NotKnown, Problem, Problems
+from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, Problems, value_at
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.rules.algorithms import doubt_hooks
@@ -169,6 +169,19 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 """Key -> whether its value is doubtful; why, and what is usual."""
 
 
+_SWITCHES = {
+    **{
+        section: f"{section}.enabled"
+        for section in (
+            *("grpo.reward_scaling", "grpo.reward_shaping", "on_policy_distillation", "policy.dynamic_batching"),
+            *("policy.megatron_cfg.fp8_cfg", "policy.megatron_cfg.peft"),
+        )
+    },
+    **{f"logger.{name}": f"logger.{name}_enabled" for name in ("mlflow", "swanlab", "tensorboard", "wandb")},
+}
+"""Sections of which nothing is read where their switch is false."""
+
+
 def find_doubts(config: RunConfig) -> list[str]:
     """Warns about every value that is probably a slip. Skips unknown values."""
     problems = Problems(config, config.facts.origins)
@@ -181,12 +194,23 @@ def find_doubts(config: RunConfig) -> list[str]:
         doubt_hooks(config, problems)
         problems.extend(find_short_rows(config))
     with suppress(NotKnown):
+        _check_switched_off(config, problems)
+    with suppress(NotKnown):
         _check_place(config, problems)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):
         _check_experts(config, problems)
     return list(map(str, problems.merged))
+
+
+def _check_switched_off(config: RunConfig, problems: Problems) -> None:
+    """Warns about values of the command line that nothing reads, since their section is switched off."""
+    for key, origin in config.facts.origins.items():
+        section = next((section for section in _SWITCHES if key.startswith(f"{section}.")), "")
+        if section and origin.startswith(COMMAND_LINE) and value_at(config, switch := _SWITCHES[section]) is False:
+            if key != switch:
+                problems.add(key, f"it has no effect: {switch}=false", "set that to true, or leave this out")
 
 
 def find_short_rows(config: RunConfig) -> list[Problem]:

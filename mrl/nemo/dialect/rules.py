@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates NeMo RL's keys that need more than renaming: DTensor backend, its optimizer and schedule, and old forms.
+"""Translates NeMo RL's keys that need more than renaming: the DTensor backend, NeMo Gym's servers, and old forms.
 
 One backend is active, as in NeMo RL, and keys of the other have no effect.
 """
@@ -17,13 +17,11 @@ from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
 from mrl.config.values import as_written
+from mrl.nemo.dialect.optimizers import MEGATRON, SCHEDULER, translate_optimizer
 from mrl.nemo.dialect.tables import SAME_VALUE, TRANSLATED
 
-MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
+DTENSOR = "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
-OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
-FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
-OPTIMIZERS = ("torch.optim.AdamW", FUSED_ADAM)
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
 FUSED_LAYERS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -285,7 +283,7 @@ def _choose_backend(found: Translation) -> None:
         off = sorted(key for key in TRANSLATED if key.startswith(f"{LORA}.") and key != theirs)
         given = [(split_key(found.name(key)), found.given(key)) for key in off]
         found.without_effect += [(key, setting, "LoRA is off") for key, setting in given if setting is not None]
-    _optimizer(found)
+    translate_optimizer(found)
 
 
 def _lora(found: Translation) -> None:
@@ -323,99 +321,6 @@ def _lora(found: Translation) -> None:
             found.refuse(source, setting, rule, f"name them together, or set {found.name(target)} instead")
         else:
             found.put(source, setting, target, fused)
-
-
-def _optimizer(found: Translation) -> None:
-    betas, name = found.given(f"{OPTIMIZER}.kwargs.betas"), found.given(f"{OPTIMIZER}.name")
-    if betas is not None:
-        values = found.value_of(f"{OPTIMIZER}.kwargs.betas")
-        if isinstance(values, list) and len(values) == 2:
-            for beta, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
-                found.put(f"{OPTIMIZER}.kwargs.betas", betas, f"{MEGATRON}.optimizer.{beta}", value)
-        else:
-            found.refuse(f"{OPTIMIZER}.kwargs.betas", betas, "AdamW has two", "write for example [0.9, 0.999]")
-    if name is not None and (value := found.value_of(f"{OPTIMIZER}.name")) not in OPTIMIZERS:
-        found.refuse(f"{OPTIMIZER}.name", name, f"{value} is not supported", f"use {', '.join(OPTIMIZERS)}")
-    elif name is not None and value == FUSED_ADAM and found.given(f"{OPTIMIZER}.kwargs.weight_decay") is None:
-        found.put(f"{OPTIMIZER}.name", name, f"{MEGATRON}.optimizer.weight_decay", 0.0)  # its default, unlike AdamW's
-    decay = f"{OPTIMIZER}.kwargs.weight_decay"
-    written = found.given(decay)
-    # Without the key, torch's AdamW has a decay of its own, and FusedAdam none.
-    if (
-        found.value_of(decay) != 0
-        if written is not None
-        else name is not None and found.value_of(f"{OPTIMIZER}.name") != FUSED_ADAM
-    ):
-        source, setting = (decay, written) if written is not None else (f"{OPTIMIZER}.name", name)
-        assert setting is not None
-        found.differ(
-            source,
-            setting,
-            "biases, norms and other vectors do not decay, as in Megatron; with DTensor all parameters do",
-        )
-    schedule = [
-        setting
-        for key, setting in found.written.items()
-        if key[:2] == (found.section, "scheduler") and setting.value is not None
-    ]
-    if not schedule and name is None:
-        return
-    scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
-    end: object = f"${{{found.name(MEGATRON)}.optimizer.lr}}"
-    setting = schedule[0] if schedule else name
-    assert setting is not None
-    if schedule:
-        try:
-            changed, last = _schedule(found)
-        except (KeyError, TypeError, ValueError):
-            rule = (
-                "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR "
-                "or CosineAnnealingLR"
-            )
-            found.refuse(SCHEDULER, setting, rule, f"set it to null and write {found.name(MEGATRON)}.scheduler")
-            return
-        scheduler, end = scheduler | changed, end if last is None else last
-    source = SCHEDULER if schedule else f"{OPTIMIZER}.name"
-    for part, value in scheduler.items():
-        found.set(source, setting, f"{MEGATRON}.scheduler.{part}", value)
-    found.set(source, setting, f"{MEGATRON}.optimizer.min_lr", end)
-    values = ", ".join(
-        f"{part}={f'{value:g}' if isinstance(value, float) else value}" for part, value in scheduler.items()
-    )
-    alone = "" if schedule else f", without {found.name(SCHEDULER)}"
-    found.lines.append(f"{found.name(source)} ({setting.origin}){alone} -> {found.name(MEGATRON)}.scheduler: {values}")
-
-
-def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
-    """Megatron's schedule and last rate for a LinearLR warmup, if any, then ConstantLR, LinearLR or CosineAnnealingLR.
-
-    Raises:
-        KeyError, TypeError, ValueError: the schedule is another one.
-    """
-    written = found.value_of(SCHEDULER)
-    parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]
-    phases = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts if "name" in part]
-    milestones = [part["milestones"] for part in parts if "milestones" in part]
-    lr = found.settings.get(split_key(found.name(f"{MEGATRON}.optimizer.lr")))
-    peak = float(str(lr.value if lr is not None else found.value_of(f"{MEGATRON}.optimizer.lr")))
-    scheduler: dict[str, object] = {}
-    warmup, end = 0, None
-    if phases and phases[0][0] == "LinearLR" and float(phases[0][1].get("end_factor", 1.0)) == 1.0:
-        _, kwargs = phases.pop(0)
-        warmup = int(kwargs.get("total_iters", 5))
-        scheduler |= {"lr_warmup_iters": warmup, "lr_warmup_init": peak * float(kwargs.get("start_factor", 1 / 3))}
-    kind, kwargs = phases.pop(0) if phases else ("ConstantLR", {"factor": 1.0})
-    if kind == "CosineAnnealingLR":
-        scheduler |= {"lr_decay_style": "cosine", "lr_decay_iters": warmup + int(kwargs["T_max"])}
-        end = float(kwargs.get("eta_min", 0.0))
-    elif kind == "LinearLR" and float(kwargs.get("start_factor", 1 / 3)) == 1.0:
-        scheduler |= {"lr_decay_style": "linear", "lr_decay_iters": warmup + int(kwargs.get("total_iters", 5))}
-        end = peak * float(kwargs.get("end_factor", 1.0))
-    elif kind != "ConstantLR" or float(kwargs.get("factor", 1 / 3)) != 1.0:
-        raise ValueError(kind)
-    if phases or (milestones and milestones != [[warmup]] and (warmup or milestones != [[]])):
-        raise ValueError("further phases")
-    return scheduler, end
 
 
 def _single_controller(found: Translation) -> None:

@@ -143,10 +143,16 @@ def test_what_an_engine_would_not_find_is_said_before_the_start(workplace: Path)
     for architectures in (["NemotronHForCausalLM"], [], None):
         (folder / "config.json").write_text(json.dumps(tiny | {"architectures": architectures}))
         assert texts_of(load_config("grpo_tiny.yaml", [])) == []
-    (folder / "config.json").write_text(json.dumps(tiny | {"architectures": ["NemotronHModel"]}))
-    (problem,) = texts_of(load_config("grpo_tiny.yaml", []))
-    assert "architectures=['NemotronHModel'] names no language model, and vLLM takes its class from there" in problem
+    for other in ("NemotronHModel", "Qwen3ForCausalLM"):
+        (folder / "config.json").write_text(json.dumps(tiny | {"architectures": [other, "NemotronHForCausalLM"]}))
+        (problem,) = texts_of(load_config("grpo_tiny.yaml", []))
+        assert f"architectures=['{other}', 'NemotronHForCausalLM'] begins with no language model of its" in problem
+        assert problem.endswith("; name NemotronHForCausalLM")
     (folder / "config.json").write_text(json.dumps(tiny))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (problem,) = texts_of(load_config("grpo_tiny.yaml", []))
+    assert "it holds hf_quant_config.json, by which vLLM takes its weights for quantised; remove that" in problem
+    (folder / "hf_quant_config.json").unlink()
     key = "+policy.generation.vllm_kwargs.hf_config_path"
     (problem,) = texts_of(load_config("grpo_tiny.yaml", [f"{key}=elsewhere"]))
     assert "hf_config_path=elsewhere: refits write the weights as the checkpoint has them" in problem

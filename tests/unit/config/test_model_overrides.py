@@ -67,8 +67,8 @@ def test_another_base(hf_config: dict[str, object]):
         ({"resid_pdrop": 0.1}, f"{KEY.removeprefix('policy.')}.resid_pdrop=0.1: nothing here reads it of this model"),
         ({"rope_scaling": YARN | dict(attention_factor=1.0)}, "attention_factor=1.0 is not supported"),
         (
-            {"rope_scaling": dict(rope_type="yarn", factor=2.0)},
-            "original_max_position_embeddings=None must be a positive integer",
+            {"rope_scaling": dict(rope_type="yarn", original_max_position_embeddings=64)},
+            "factor=None must be a positive number; write the model's own into the file",
         ),
     ],
 )

@@ -50,6 +50,15 @@ def hf(tmp_path: Path) -> Path:
     return models.save_model(tmp_path / "hf", "qwen3", **SMALL)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_numbers_that_stand_for_others_are_refused(hf: Path, dtype: torch.dtype):
+    rewrite(hf, **{QUERY: load_file(hf / SINGLE_FILE)[QUERY].to(dtype)})
+    with pytest.raises(
+        ValueError, match=f"{QUERY} has dtype [FI]8\\w*, which only quantised weights have; take those in"
+    ):
+        check_hf(hf)
+
+
 def test_a_stored_copy_of_tied_embeddings_is_passed_over(hf: Path):
     """Uses the form in which Qwen3-0.6B is published."""
     rewrite(hf, **{OUTPUT: load_file(hf / SINGLE_FILE)[EMBEDDING].clone()})

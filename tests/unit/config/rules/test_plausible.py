@@ -92,6 +92,19 @@ def test_the_folder_of_other_runs_is_a_warning(workplace: Path):
     assert find_doubts(load_config("grpo_tiny.yaml", ["checkpointing.checkpoint_dir=results/a"])) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "switch"),
+    [
+        ("policy.megatron_cfg.peft.dim=16", "policy.megatron_cfg.peft.enabled"),
+        ("logger.wandb.name=mine", "logger.wandb_enabled"),
+    ],
+)
+def test_values_of_a_section_that_is_off_are_doubted(workplace: Path, override: str, switch: str):
+    (doubt,) = find_doubts(load_config("grpo_tiny.yaml", [override]))
+    assert doubt == f"{override}: it has no effect: {switch}=false; set that to true, or leave this out"
+    assert not any("no effect" in doubt for doubt in find_doubts(load_config("grpo_tiny.yaml", [f"{switch}=false"])))
+
+
 def test_every_doubt_is_tried():
     assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, *(row[1:3] for row in OTHERS))}
 

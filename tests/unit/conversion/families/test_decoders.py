@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from conversion.boxes import Slot
 from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, VllmParallel
-from conversion.families.decoder import rope_settings
 from conversion.families.registry import FAMILIES, family
+from conversion.families.rope import rope_settings
+from conversion.families.settings import Settings, known_keys
 from tests import models
 from tests.sources import ROOT
 from tests.unit.conversion.dense import build_layout, index_arrays
@@ -220,7 +222,10 @@ LONG = YARN | dict(rope_theta=1e6, original_max_position_embeddings=1024)
     [
         dict(rope_scaling=LONG),
         dict(rope_scaling=dict(type="yarn", factor=2.0, original_max_position_embeddings=512), rope_theta=5e5),
-        dict(rope_scaling=LONG, original_max_position_embeddings=2048),
+        dict(rope_scaling=LONG, original_max_position_embeddings=1024),
+        dict(rope_scaling=YARN | dict(rope_theta=1e6), original_max_position_embeddings=512),
+        dict(rope_scaling=YARN, rope_theta=3e4),
+        dict(rope_parameters=None),
         dict(rope_scaling=dict(rope_type="default", rope_theta=3e4), rope_parameters=LONG),
         dict(rope_scaling=None, rope_parameters=LONG, rope_theta=3e4),
         dict(rope_scaling={}, rope_theta=3e4),
@@ -231,8 +236,10 @@ def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str
     if "rope_theta" not in changes:
         del hf_config["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
-    base, kind, given = rope_settings(hf_config)
+    config = AutoConfig.from_pretrained(tmp_path)
+    Qwen3RotaryEmbedding(config)  # which completes the mapping that it reads
+    expected = config.rope_parameters
+    base, kind, given = rope_settings(Settings(hf_config, known_keys()["qwen3"]["defaults"]))
     numbers = ("factor", "original_max_position_embeddings")
     assert (base, kind, *map(given.get, numbers)) == (
         expected["rope_theta"],
@@ -265,6 +272,8 @@ def test_a_base_that_transformers_would_not_see_is_refused():
         ("llama", "mlp_bias", True),
         ("llama", "hidden_act", "gelu"),
         ("llama", "quantization_config", {"quant_method": "fp8"}),
+        ("llama", "compression_config", {"quant_method": "compressed-tensors"}),
+        ("llama", "head_dtype", "float32"),
         ("llama", "rms_norm_eps", None),
         ("llama", "tie_word_embeddings", "yes"),
         ("mixtral", "sliding_window", 1024),
@@ -299,8 +308,17 @@ def test_what_we_do_not_do_is_refused_by_name(model_type: str, key: str, value: 
     ("changes", "message"),
     [
         (
-            dict(rope_parameters=YARN | dict(rope_theta=1e4)),
-            "original_max_position_embeddings=None must be a positive integer",
+            dict(rope_parameters=LONG | dict(original_max_position_embeddings=None)),
+            "original_max_position_embeddings=None must be a positive integer; write the model's own into the file",
+        ),
+        # The config of transformers shows the mapping's, and its model computes with the other.
+        (
+            dict(rope_parameters=LONG, original_max_position_embeddings=2048),
+            "original_max_position_embeddings=2048 stands beside the rotary positions' 1024.*; leave out one",
+        ),
+        (
+            dict(rope_parameters=dict(full_attention=LONG, sliding_attention=LONG)),
+            r"for each kind of layer \(full_attention, sliding_attention\), which is not supported; give one mapping",
         ),
         (
             dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)),

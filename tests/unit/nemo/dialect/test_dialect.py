@@ -206,11 +206,13 @@ def test_the_off_values_of_a_newer_recipe_change_nothing(load: Callable[..., Run
 
 
 def test_sections_for_references_only_have_a_leading_underscore(
-    load: Callable[..., RunConfig], refused: Callable[..., str]
+    load: Callable[..., RunConfig], refused: Callable[..., str], tmp_path: Path
 ):
     text = "_teachers: {general: /models/g, math: '${_teachers.general}', unused: 3}\n"
     config = load(text, "policy.model_name=${_teachers.math}", "logger.wandb.name=${_teachers.general}")
     assert (config.policy.model_name, config.logger.wandb.name) == ("/models/g", "/models/g")
+    report = load_run(tmp_path / "config.yaml", ["++_a={b: 1, c: 2}", "logger.wandb.name=${_a.b}"])[1]
+    assert report.idle_overrides() == ["_a.c=2 (command line): no key refers to it; it has no effect"]
     assert "teachers_ (config.yaml:3): no such section" in refused("teachers_: {general: a, math: b}\n")
     said = refused("env: {sliding_puzzle_game: {cfg: {}, size: 5, moves: 3}}\n")
     assert "no such section, with 3 keys; mrl has no such environment: leave it out, or write it as a function" in said
@@ -318,6 +320,8 @@ def test_dtensor_is_translated(load: Callable[..., RunConfig]):
 def test_a_torch_optimizer_and_its_schedule_are_translated():
     megatron = load_config(NEMO_RL / "grpo_math_8B.yaml", ["data.train.data_path=d"]).policy.megatron_cfg
     assert (megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.optimizer.weight_decay) == (3e-7, 3e-7, 0.01)
+    without = load_config(NEMO_RL / "grpo_math_8B.yaml", ["data.train.data_path=d", "~policy.optimizer.kwargs.lr"])
+    assert without.policy.megatron_cfg.optimizer.lr == 1e-3  # torch's default
     assert (megatron.optimizer.adam_beta1, megatron.optimizer.adam_beta2, megatron.optimizer.adam_eps) == (
         0.9,
         0.999,
@@ -381,10 +385,8 @@ def test_decays_are_translated(load: Callable[..., RunConfig], phase: str, expec
             "policy.scheduler={name: torch.optim.lr_scheduler.StepLR, kwargs: {step_size: 5}}",
             "set it to null and write policy.megatron_cfg.scheduler",
         ),
-        (
-            "policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]",
-            "set it to null and write",
-        ),
+        ("policy.scheduler=[{name: a.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [7]}]", "set it to null"),
+        ("policy.scheduler={name: a.LinearLR, kwargs: {last_epoch: 5}}", "without further options; set it to null and"),
         ("policy.dtensor_cfg.lora_cfg={enabled: true, target_modules: [q_proj]}", "q_proj: no whole layer of Megatron"),
         ("policy.dtensor_cfg.lora_cfg={enabled: true, lora_A_init: zeros}", "use one of xavier, uniform"),
         (
