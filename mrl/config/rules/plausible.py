@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.texts import listed
-from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, Problems, value_at
+from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, Problems, spell, value_at
 from mrl.config.model import read_model
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.rules.algorithms import doubt_hooks
@@ -169,17 +169,18 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 """Key -> whether its value is doubtful; why, and what is usual."""
 
 
-_SWITCHES = {
+_SWITCHES: dict[str, tuple[str, object]] = {
     **{
-        section: f"{section}.enabled"
+        f"{section}.": (f"{section}.enabled", False)
         for section in (
             *("grpo.reward_scaling", "grpo.reward_shaping", "on_policy_distillation", "policy.dynamic_batching"),
             *("policy.megatron_cfg.fp8_cfg", "policy.megatron_cfg.peft"),
         )
     },
-    **{f"logger.{name}": f"logger.{name}_enabled" for name in ("mlflow", "swanlab", "tensorboard", "wandb")},
+    **{f"logger.{name}.": (f"logger.{name}_enabled", False) for name in ("mlflow", "swanlab", "tensorboard", "wandb")},
+    f"{_OPTIMIZER}.muon_": (f"{_OPTIMIZER}.optimizer", "adam"),
 }
-"""Sections of which nothing is read where their switch is false."""
+"""Beginning of keys -> the key, and its value, with which nothing reads them."""
 
 
 def find_doubts(config: RunConfig) -> list[str]:
@@ -207,10 +208,12 @@ def find_doubts(config: RunConfig) -> list[str]:
 def _check_switched_off(config: RunConfig, problems: Problems) -> None:
     """Warns about values of the command line that nothing reads, since their section is switched off."""
     for key, origin in config.facts.origins.items():
-        section = next((section for section in _SWITCHES if key.startswith(f"{section}.")), "")
-        if section and origin.startswith(COMMAND_LINE) and value_at(config, switch := _SWITCHES[section]) is False:
-            if key != switch:
-                problems.add(key, f"it has no effect: {switch}=false", "set that to true, or leave this out")
+        start = next((start for start in _SWITCHES if key.startswith(start)), None)
+        if start is None or not origin.startswith(COMMAND_LINE):
+            continue
+        switch, off = _SWITCHES[start]
+        if key != switch and value_at(config, switch) == off:
+            problems.add(key, f"it has no effect: {switch}={spell(off)}", "change that, or leave this out")
 
 
 def find_short_rows(config: RunConfig) -> list[Problem]:
