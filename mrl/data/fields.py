@@ -117,6 +117,8 @@ def first_key(fields: Fields, keys: Sequence[str], setting: str = "") -> str:
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
         way = f"; {setting} names another" if setting else ""
+        if null := [key for key in keys if key in fields]:
+            raise RowError(f"{' and '.join(null)}: null, so there is none{way}")
         raise RowError(
             f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'}){way}"
         )

@@ -84,6 +84,7 @@ def test_rows_that_no_teacher_can_be_asked_are_named(tmp_path: Path):
         r"train.jsonl:1: no key hint \(the row has 'answer', 'question'\); \S+teacher_key names another", said
     )
     assert "train.jsonl:2: hint is empty" in said
+    assert re.search(r"train.jsonl:5: hint: null, so there is none; \S+teacher_key names another", said)
     assert "train.jsonl:4: the teacher's prompt has 49 tokens, and a rollout up to 16: together more than" in said
     assert "max_total_sequence_length=64; raise that, lower policy.generation.max_new_tokens, shorten hint" in said
     # A longer teacher takes them; over several turns a rollout has what the prompt leaves: 64 less 4.
