@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +56,7 @@ class TeacherPlacesConfig:
     sizes are 1 by default, other keys the policy's. `num_nodes`, 1 by default, and `gpus_per_node`, all of a node,
     count with `enabled`.
     """
-    teacher_overrides: dict[str, Any] = field(default_factory=dict)
+    teacher_overrides: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     """Name of a teacher -> keys that it has in place of the defaults."""
 
 
@@ -110,8 +109,8 @@ class OnPolicyDistillationConfig:
         places = self.non_colocated_teachers
         if places is None:
             return {}
-        own = places.teacher_overrides.get(name)
-        return {**places.default_teacher_cfg, **(own if isinstance(own, Mapping) else {})}
+        own = places.teacher_overrides.get(name) or {}
+        return {**places.default_teacher_cfg, **own}
 
     @property
     def own_nodes(self) -> dict[str, int]:

@@ -188,6 +188,14 @@ WRONG = {
             "code_agent"
         ),
     ),
+    "a place that is none": (
+        ["on_policy_distillation.non_colocated_teachers.teacher_overrides={math_agent: 2}"],
+        "on_policy_distillation.non_colocated_teachers.teacher_overrides={'math_agent': 2}: [math_agent] must be a map",
+    ),
+    "overrides that are none": (
+        ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={megatron_cfg_overrides: 2}"],
+        "on_policy_distillation, teacher math_agent: megatron_cfg.megatron_cfg_overrides=2: no such key",
+    ),
     "a layout that does not divide the ranks": (
         ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_model_parallel_size: 3}"],
         "on_policy_distillation, teacher math_agent: megatron_cfg.tensor_model_parallel_size=3: ",
@@ -210,6 +218,11 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, name: str):
     assert config is not None
     found = [*map(str, problems), *texts_of(with_cached_folders(config))]
     assert any(message in problem for problem in found), "\n".join(found)
+
+
+def test_a_key_that_teachers_inherit_is_refused_once(tmp_path: Path):
+    _, _, problems = read_run(write(tmp_path, STUDENT), ["++policy.megatron_cfg.nope=true"])
+    assert [problem.key for problem in problems] == ["policy.megatron_cfg.nope"]
 
 
 def test_teaching_needs_teachers(tmp_path: Path):
