@@ -57,6 +57,7 @@ ELSEWHERE = {
 }
 """Key of a teacher's place -> the corresponding key of `policy`."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+_OVERRIDES = "megatron_cfg_overrides"
 GPUS = ("num_nodes", "gpus_per_node")
 """Keys of a teacher's place that say which nodes it has."""
 OWN_CUT = (
@@ -144,11 +145,9 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
             "enabled": True,
             "peft.enabled": False,
         }
-        megatron |= {
-            key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")
-        }
-        overrides = place.get("megatron_cfg_overrides")
-        megatron |= overrides if isinstance(overrides, Mapping) else {}
+        overrides = place.pop(_OVERRIDES, None) or {}
+        megatron |= {key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS)}
+        megatron |= overrides if isinstance(overrides, Mapping) else {_OVERRIDES: overrides}
         # Like the policy's, a teacher's sequences are split where its tensors are.
         megatron.setdefault("sequence_parallel", splits_sequences and megatron["tensor_model_parallel_size"] != 1)
         own: dict[str, object] = {"model_name": model, "tokenizer.name": model, "dtensor_cfg.enabled": False}
@@ -195,7 +194,7 @@ def _read(
         tree = Tree(run.beside | run.settings | part.beside | part.settings, secrets)
         teacher, wrong = read_teacher(tree, part.settings, part.misplaced, inherited, prefix)
         found = [*part.problems, *wrong, *part.refused]
-    of_policy = {*inherited.values(), *(prefix + key.removeprefix(f"{TEACHER}.") for key in inherited)}
+    of_policy = {*inherited, *inherited.values(), *(prefix + key.removeprefix(f"{TEACHER}.") for key in inherited)}
     own_problems = [problem for problem in found if problem.key not in of_policy]
     return None if own_problems else teacher, own_problems
 
