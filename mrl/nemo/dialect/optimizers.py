@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mrl.config.files import split_key
-
-if TYPE_CHECKING:
-    from mrl.nemo.dialect.rules import Translation
+from mrl.nemo.dialect.translation import Translation
 
 MEGATRON = "policy.megatron_cfg"
 OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"

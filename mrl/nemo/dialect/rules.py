@@ -7,18 +7,17 @@ One backend is active, as in NeMo RL, and keys of the other have no effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 
-from mrl.config.errors import COMMAND_LINE, FROM, Problem, spell
-from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
-from mrl.config.migration import Note
+from mrl.config.errors import COMMAND_LINE
+from mrl.config.files import Key, Settings, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
-from mrl.config.values import as_written
 from mrl.nemo.dialect.optimizers import MEGATRON, SCHEDULER, translate_optimizer
 from mrl.nemo.dialect.tables import SAME_VALUE, TRANSLATED
+from mrl.nemo.dialect.translation import Translation
 
 DTENSOR = "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
@@ -114,62 +113,6 @@ COPIES = ("_copy", "_delete_key", "_inherit_from")
 """Keys with which a server takes over another one's options."""
 
 _OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
-
-
-@dataclass
-class Translation:
-    """Result of the rules for the settings of a config. Rules name keys of any model as those of `policy`."""
-
-    written: Settings
-    resolve: Callable[[str], object]
-    """The resolved value of a dotted key of `written`."""
-    section: str = "policy"
-    """The model's section to which the rules are applied."""
-    settings: Settings = field(default_factory=dict)
-    dropped: set[Key] = field(default_factory=set)
-    lines: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    without_effect: list[Note] = field(default_factory=list)
-    """Keys that nobody takes here, and why."""
-    different: list[Note] = field(default_factory=list)
-    """Keys with which NeMo RL does something else, and what mrl does."""
-
-    def name(self, key: str) -> str:
-        """The key of this section for a key of `policy`; any other key unchanged."""
-        return self.section + key.removeprefix("policy") if key.startswith("policy.") else key
-
-    def given(self, key: str) -> Setting | None:
-        """The setting of a dotted key, if the config has one."""
-        return self.written.get(split_key(self.name(key)))
-
-    def value_of(self, key: str) -> object:
-        """The resolved value of a dotted key."""
-        return self.resolve(self.name(key))
-
-    def set(self, source: str, setting: Setting, target: str, value: object) -> None:
-        """Sets `target` because of `source`, without a line of its own."""
-        self.settings[split_key(self.name(target))] = Setting(value, f"{setting.origin}{FROM}{self.name(source)}")
-
-    def put(self, source: str, setting: Setting, target: str, value: object) -> None:
-        """Sets `target` because of `source`, and reports it."""
-        self.set(source, setting, target, value)
-        self.lines.append(f"{describe(split_key(self.name(source)), setting)} -> {self.name(target)}={spell(value)}")
-
-    def put_same(self, source: str, target: str) -> None:
-        """Puts the value of `source`, if that is set, at `target`."""
-        if (setting := self.given(source)) is not None:
-            value = self.value_of(source)
-            self.put(
-                source, setting, target, as_written(setting, split_key(target)) if value == setting.value else value
-            )
-
-    def differ(self, source: str, setting: Setting, how: str) -> None:
-        """Reports that mrl reads `source` differently from NeMo RL, and how."""
-        self.different.append((split_key(self.name(source)), setting, how))
-
-    def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
-        """Reports that `source` cannot be translated."""
-        self.problems.append(wrong("translated", split_key(self.name(source)), setting, rule, way_out))
 
 
 def translate(settings: Settings, value_of: Callable[[str], object], sections: Sequence[str]) -> Translation:
