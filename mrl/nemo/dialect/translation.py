@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules of NeMo RL's dialect read and write."""
+"""Settings and reports that the rules of NeMo RL's dialect read and write."""
 
 from __future__ import annotations
 
