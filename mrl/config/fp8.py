@@ -19,9 +19,18 @@ power of two for each 32 inputs of an output.
 BLOCK = 128
 MX_BLOCK = 32
 
-KEPT = ("*.gate", "*.shared_expert_gate", "*.mixer.in_proj", "*.mixer.out_proj", "*.conv1d", "*.kv_b_proj")
+KEPT = (
+    "*.gate",
+    "*.shared_expert_gate",
+    "*.mixer.in_proj",
+    "*.mixer.out_proj",
+    "*.linear_attn.*",
+    "*.conv1d",
+    "*.kv_b_proj",
+)
 """Linear layers that stay in bfloat16 in every model, by vLLM's names: routers, whose rounding would send tokens to
-other experts; Mamba's, whose state keeps every error; and the one that latent attention keeps a product of.
+other experts; Mamba's and delta nets', whose state keeps every error; and the one that latent attention keeps a product
+of.
 """
 
 

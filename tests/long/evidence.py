@@ -9,26 +9,28 @@ code.
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.render_docs import main as render
 from tests.long.record import DATA_FOLDER, commit
 from tests.long.stale import stale_tables
+from tests.runner.part import PR_SET_CHILD_SUBREAPER, end_children
 from tests.sources import ROOT
 
 RUNNER = "bash scripts/test.sh"
 BENCH = "python -m scripts.bench."
 POINTS = f"{BENCH}plan_points tests/data/memory_points"
-STOP_S = 120.0
+STOP_S = 60.0
 """Seconds that a stopped command gets to end its processes."""
 
 
@@ -59,11 +61,11 @@ TABLES = (
     Table(f"{BENCH}refit", 8, "what a verified refit costs beside a copy"),
     Table(f"{BENCH}prefix", 8, "what shared prefixes save"),
     Table(f"{RUNNER} --long hostile", 8, "which attacks are held"),
+    Table(f"{RUNNER} --long parity_table", 8, "does each feature of the policy compute what one rank does", "parity"),
     Table(f"{RUNNER} --long soak", 10, "what kills cost a run"),
     Table(f"{BENCH}nemo_recipes RL", 12, "which of NeMo RL's files run", "nemo_recipes nemo_reasons"),
     Table(f"{BENCH}step", 14, "what the loop costs beside its parts"),
     Table(f"{BENCH}vs_trl", 16, "is a step as fast as TRL's"),
-    Table(f"{RUNNER} --long parity_table", 20, "does each feature of the policy compute what one rank does", "parity"),
     Table(f"{RUNNER} --long witness", 22, "do engines compute what transformers does"),
     Table(f"{RUNNER} --long algorithms", 32, "does each algorithm learn"),
     Table(f"{RUNNER} --long learning", 40, "do runs learn, with every seed and from rewards alone"),
@@ -92,18 +94,14 @@ def left(tables: Sequence[Table] = TABLES, folder: Path = DATA_FOLDER, root: Pat
 
 
 def run(words: Sequence[str], root: Path = ROOT) -> int:
-    """Runs a command and returns its exit code; whoever stops this stops all its processes, and waits for their end."""
-    process = subprocess.Popen(words, cwd=root, start_new_session=True)
+    """Runs a command and returns its exit code; one that stops with this process may end its own processes first."""
+    process = subprocess.Popen(words, cwd=root)
     try:
         return process.wait()
     except BaseException:
-        # As Ctrl-C does: tests and runs end what they have started.
-        os.killpg(process.pid, signal.SIGINT)
-        try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         raise
 
 
@@ -145,6 +143,16 @@ def main(given: list[str]) -> int:
             "measured on."
         )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # What loses its parent below becomes a child of this process, which ends it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        return record_all(tables, folders)
+    finally:
+        end_children()
+
+
+def record_all(tables: Sequence[Table], folders: Mapping[str, str]) -> int:
+    """Records tables one by one, and renders the pages after each; 1 if one was not recorded."""
     fates = []
     for number, table in enumerate(tables, start=1):
         print(f"{number} of {len(tables)}: {table.command}", flush=True)

@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mrl.config.errors import Problem
+from mrl.config.files import read_settings
 from mrl.nemo.dialect.tables import NEEDS_GPU
 from scripts.bench import nemo_recipes
 from scripts.bench.nemo_recipes import Outcome, check_file, check_files, count_row, group_rows, reason_of, reason_rows
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
+ENGINE, FP8 = "policy.generation.vllm_cfg", "policy.megatron_cfg.fp8_cfg.enabled"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,32 @@ def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):
     assert found["grpo_math_1B"].unchecked == [] and found["grpo_math_1B"].is_accepted
     (unchecked,) = found["vlm"].unchecked
     assert unchecked.startswith("policy.model_name: not in the local Hugging Face cache")
+
+
+def test_all_but_two_of_the_recipes_in_fp8_are_accepted(tmp_path: Path):
+    """Files whose engines or Megatron are in FP8; fourteen more are in NVFP4, which is not built."""
+    base = {".".join(key): setting.value for key, setting in read_settings(NEMO_RL / "grpo_math_1B.yaml").items()}
+    recipes = json.loads((NEMO_RL / "fp8_recipes.json").read_text())
+    for recipe in recipes:
+        settings = {key: value for key, value in base.items() if key not in recipe["without"]} | recipe["settings"]
+        assert "fp8" in (settings.get(f"{ENGINE}.precision"), settings.get(f"{ENGINE}.kv_cache_dtype")) or settings[FP8]
+        path = tmp_path / recipe["file"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A dot in a name at the top stands for a level.
+        path.write_text(yaml.safe_dump(settings))
+    found = check_files(tmp_path)
+    assert len(found) == len(recipes) == 18 and all(outcome.is_megatron for outcome in found)
+    refused = {Path(outcome.file).stem: outcome.refused for outcome in found if not outcome.is_accepted}
+    assert refused == {
+        "grpo-qwen3-8b-base-1n8g-fp8-kvcache-megatron": [
+            "policy.generation.vllm_cfg.kv_cache_dtype: a KV cache in FP8 is not built"
+        ],
+        "grpo-qwen3.5-35ba3b-2n8g-megatron-ep16tp2-fp8": [
+            "policy.model_name: config.json: model_type=… is a text model with a vision tower, which mrl does not train"
+        ],
+    }
+    unknown = {outcome.model for outcome in found if outcome.unchecked}
+    assert {model.partition(" ")[0] for model in unknown} == {"Qwen/Qwen3.5-9B-Base", "Follow"}
 
 
 REASONS = {

@@ -48,9 +48,9 @@ def check_blocks(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     generation = config.policy.generation
     if not (config.has_engines and generation.vllm_cfg.is_fp8):
         return
-    if model.has_delta_nets or model.window:
-        part = "gated delta nets" if model.has_delta_nets else "models with attention sinks"
-        problems.add(f"{_ENGINE}.precision", f"sampling from {part} in FP8 is not built", "set it to bfloat16")
+    if model.window:
+        rule = "vLLM 0.32 loads no biases of experts that it rounds to FP8, as those of models with attention sinks"
+        problems.add(f"{_ENGINE}.precision", rule, "set it to bfloat16")
     form, key = form_of(generation, model), f"{_ENGINE}.is_mx" if generation.vllm_cfg.is_mx else _FORM
     if form not in ("fp8_per_block", MX):
         return
@@ -93,8 +93,10 @@ def check_training(config: RunConfig, model: ModelSizes, problems: Problems) -> 
                 odd
             ),
         },
+        # Transformer Engine changes them after each microbatch with gradients, and keeps them in a pickle.
         "fp8_recipe": {
-            "its scales come from earlier steps, and no checkpoint keeps them": settings.fp8_recipe == "delayed"
+            "its scales come from earlier microbatches, so that the same weights give other logprobs in the update and "
+            "after a resume": settings.fp8_recipe == "delayed"
         },
         "fp8_param": {"optimizer, checkpoints and refits want the weights as they are": settings.fp8_param},
     }

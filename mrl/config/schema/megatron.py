@@ -181,7 +181,7 @@ class Fp8Config:
     """Type of weights and activations, and of their gradients; hybrid: gradients are in e5m2."""
     fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"] = "blockwise"
     """Numbers that share a scale: blocks, or a whole matrix; mxfp8: 32 numbers, on Blackwell. `delayed` takes scales of
-    earlier steps, which no checkpoint keeps, and is refused.
+    earlier microbatches, so that the update gives other logprobs than the same weights gave before it, and is refused.
     """
     fp8_param: bool = False
     """Keep weights in FP8, too. Refused: optimizer, checkpoints and refits want them as they are."""

@@ -35,12 +35,13 @@ E4M3 = np.array(
     [(m / 8) * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
 )[:-1]
 REQUESTS = random_requests(8)
-MODELS = {
-    "fp8_per_block": "qwen2",
-    "fp8_per_channel": "nemotron_h",
-    "fp8_per_tensor": "deepseek_v3",
-    "mxfp8": "qwen3_moe",
-}
+MODELS = [
+    ("fp8_per_block", "qwen2"),
+    ("fp8_per_channel", "nemotron_h"),
+    ("fp8_per_channel", "qwen3_next"),
+    ("fp8_per_tensor", "deepseek_v3"),
+    ("mxfp8", "qwen3_moe"),
+]
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
@@ -92,9 +93,8 @@ def extreme(shape: torch.Size) -> list[Tensor]:
     return [tensor.to(torch.bfloat16) for tensor in (normal, zeros, one, tiny, spread, -normal.abs())]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path, form: str) -> None:
-    model_type = MODELS[form]
+@pytest.mark.parametrize(("form", "model_type"), MODELS)
+def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path, form: str, model_type: str) -> None:
     loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     engine = start_engine(loaded, precision="fp8", quantization=form)
     _check_casts(engine, form)

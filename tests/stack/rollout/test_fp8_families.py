@@ -33,16 +33,19 @@ LAYOUTS = [
 ]
 # Experts whose halves are whole blocks; ranks that 32 divides.
 WIDE: dict[str, dict[str, object]] = {
-    "mixtral": dict(hidden_size=256, intermediate_size=256),
+    **dict.fromkeys(("gpt_oss", "mixtral"), dict(hidden_size=256, intermediate_size=256)),
     "deepseek_v3": dict(hidden_size=256, moe_intermediate_size=256, q_lora_rank=64),
     "qwen2": dict(hidden_size=256),
-    "qwen2_moe": dict(hidden_size=256, moe_intermediate_size=256, shared_expert_intermediate_size=128),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
+        dict(hidden_size=256, moe_intermediate_size=256, shared_expert_intermediate_size=128),
+    ),
     "llama": {},
     "qwen3": {},
 }
 
 
-REFUSED = ("gpt_oss", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+REFUSED = ("gpt_oss",)
 """`check_blocks` refuses FP8 in engines of these families."""
 
 
@@ -82,6 +85,21 @@ def test_the_rule_names_what_vllm_quantises(case: str, tmp_path: Path) -> None:
         assert differences({slot: live[slot] for slot in kept}, kept) == []
 
 
+def test_vllm_leaves_biases_of_experts_unset(tmp_path: Path) -> None:
+    """Once this fails, `check_blocks` can let gpt_oss through."""
+    folder = models.save_model(tmp_path, "gpt_oss", 0, **{**CASES["gpt_oss"][1], **WIDE["gpt_oss"]})
+    live = load(folder, VllmParallel(), 0, precision="fp8", quantization="fp8_per_channel")
+    hf_config = json.loads((folder / "config.json").read_text())
+    biases = {
+        slot: tensor
+        for slot, tensor in read_layout(
+            folder, family(hf_config).vllm_layout(hf_config, VllmParallel(), 0, "bfloat16")
+        ).items()
+        if slot.name.endswith(("w13_bias", "w2_bias"))
+    }
+    assert len(biases) == 4 and len(differences({slot: live[slot] for slot in biases}, biases)) == 4
+
+
 def test_every_family_is_here() -> None:
     assert {CASES[case][0] for case in CASES if "tied" not in case} == set(FAMILIES)
 
@@ -100,6 +118,7 @@ def published(name: str) -> dict[str, object]:
 ARCHITECTURES = {"deepseek_v3": "DeepseekV3ForCausalLM", "mixtral": "MixtralForCausalLM"}
 """Model types whose defaults are DeepSeek-V3 and Mixtral 8x7B."""
 TWO: dict[str, object] = {"num_hidden_layers": 2}
+FOUR: dict[str, object] = {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
 NANO: dict[str, object] = {"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5}
 PUBLISHED: dict[str, tuple[dict[str, object], VllmParallel, str]] = {
     "nemotron3_nano_30b_a3b": (NANO, VllmParallel(), "fp8_per_channel"),  # experts of 1856 are 14.5 blocks
@@ -113,6 +132,8 @@ PUBLISHED: dict[str, tuple[dict[str, object], VllmParallel, str]] = {
     "meta-llama/Llama-3.1-70B": (TWO, VllmParallel(tp=8), "fp8_per_block"),
     "Qwen/Qwen2.5-7B": (TWO, VllmParallel(tp=4), "fp8_per_block"),
     "Qwen/Qwen3-32B": (TWO, VllmParallel(tp=4), "fp8_per_block"),
+    "qwen3_next_80b_a3b": (FOUR, VllmParallel(tp=2, ep=2), "fp8_per_block"),
+    "qwen3_5_35b_a3b_text": (FOUR, VllmParallel(tp=2, ep=2), "fp8_per_block"),
 }
 """Models at their published widths, with fewer layers; the layout of an engine, and the form that follows."""
 

@@ -31,7 +31,6 @@ MEGATRON, ENGINE, KWARGS = (
         (f"{ENGINE}.tensor_parallel_size=32", "", "divide the model's 16 attention heads, 16 linear key heads"),
         ("policy.share_prefixes=true", "", "gated delta nets, which compute no trees"),
         (f"{MEGATRON}.fp8_cfg.enabled=true", "", "gated delta nets in FP8"),
-        (f"{ENGINE}.precision=fp8", "", "gated delta nets in FP8"),
         (
             f"++{KWARGS}.speculative_config={{method: ngram, num_speculative_tokens: 2}}",
             f"{KWARGS}.speculative_config",
