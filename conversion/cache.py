@@ -345,28 +345,27 @@ def cache_items(root: Path) -> list[Item]:
 
 
 def collect_garbage(
-    root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None
+    root: Path,
+    *,
+    now: float,
+    older_than_days: float | None = None,
+    max_bytes: int | None = None,
+    is_trial: bool = False,
 ) -> list[Removal]:
     """Removes what dead processes left, entries unused for `older_than_days`, then the longest unused over `max_bytes`.
 
-    Entries in use stay, whatever their age and size.
+    Entries in use stay, whatever their age and size. With `is_trial` all stay, and the removals are those to come.
     """
     removals = [
         Removal(item, "left by a process that is gone")
         for item in cache_items(root)
         if item.path.parent.name == BUILDING
     ]
-    removals = [removal for removal in removals if not removal.item.is_live and remove_leftover(removal.item.path)]
-    for path in owned(root / LEASES):
-        if not is_alive(path):
-            path.unlink(missing_ok=True)
-    for path in owned(root / CANARIES):
-        if not is_alive(path):
-            retire_canary(path)
-    for path in (root / HASHES).glob("*"):
-        with suppress(FileNotFoundError):
-            if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
-                path.unlink()
+    removals = [
+        removal for removal in removals if not removal.item.is_live and (is_trial or remove_leftover(removal.item.path))
+    ]
+    if not is_trial:
+        _forget(root, now=now, older_than_days=older_than_days)
     entries = [item for item in cache_items(root) if item.path.parent.name == ENTRIES]
     num_bytes = sum(item.num_bytes for item in entries)
     for item in entries:
@@ -377,10 +376,27 @@ def collect_garbage(
             reason = f"not used for {(now - item.used) / DAY_S:.1f} days"
         elif max_bytes is not None and num_bytes > max_bytes:
             reason = "longest unused, and the cache is larger than asked for"
-        if reason is not None and remove_entry(item.path, lambda _, item=item: _is_unused(item)):
+        if reason is None:
+            continue
+        is_gone = _is_unused(item) if is_trial else remove_entry(item.path, lambda _, item=item: _is_unused(item))
+        if is_gone:
             removals.append(Removal(item, reason))
             num_bytes -= item.num_bytes
     return removals
+
+
+def _forget(root: Path, *, now: float, older_than_days: float | None) -> None:
+    """Removes the small files of dead processes, and hashes unused for `older_than_days`."""
+    for path in owned(root / LEASES):
+        if not is_alive(path):
+            path.unlink(missing_ok=True)
+    for path in owned(root / CANARIES):
+        if not is_alive(path):
+            retire_canary(path)
+    for path in (root / HASHES).glob("*"):
+        with suppress(FileNotFoundError):
+            if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
+                path.unlink()
 
 
 def _item(path: Path, key: str) -> Item | None:

@@ -34,7 +34,7 @@ def summary(command: str) -> str:
     module = rooms.COMMANDS.get(command, f"mrl.{command}")
     source = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
     docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("`: ")[2].partition(".\n")[0].partition(". ")[0].rstrip(".")
+    return " ".join(docstring.partition("`: ")[2].split()).partition(". ")[0].rstrip(".")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ Names of `__all__` keep their meaning.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -330,8 +331,11 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     from mrl.loop.main import find_start, open_folder, start_run
     from mrl.loop.run import Budget
 
-    if isinstance(overrides, str):
-        raise ValueError(f"overrides is a text; write a list: [{overrides!r}]")
+    if isinstance(overrides, str | Mapping):
+        what, words = "a text", [overrides]
+        if isinstance(overrides, Mapping):
+            what, words = "a dict", [f"{name}={json.dumps(value, default=str)}" for name, value in overrides.items()]
+        raise ValueError(f"overrides is {what}; write a list: {words}")
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
     secrets = None if logging.getLogger().handlers else start_logging("text")

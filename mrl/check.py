@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +54,9 @@ NEVER_SEEN = (
 )
 WIDTH = 14
 HYDRAS = {
+    **dict.fromkeys(
+        ("-c", "--cfg"), "--check says what the config means; `--check --json` prints its every value under `config`"
+    ),
     **dict.fromkeys(("-m", "--multirun"), "start one run for each value"),
     **dict.fromkeys(("-cn", "--config-name"), "write --config FILE.yaml"),
     **dict.fromkeys(("-cp", "--config-path", "-cd", "--config-dir"), "write the folder into --config FOLDER/FILE.yaml"),
@@ -281,8 +284,9 @@ def check_run(options: argparse.Namespace, name: str, overrides: Sequence[str], 
         found = {
             "problems": [problem.as_json() for problem in checked.problems],
             "warnings": [*checked.migration.idle_overrides(), *checked.doubts],
+            "config": None if (config := checked.config) is None else _known(lambda: asdict(config), None),
         }
-        sys.stdout.write(json.dumps(redact(found, options.secrets), indent=1) + "\n")
+        sys.stdout.write(json.dumps(redact(found, options.secrets), indent=1, default=str) + "\n")
     return tell(checked, to_evaluate=to_evaluate, strict=strict)
 
 

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
             list_cache()
         else:
             max_bytes = None if options.max_size is None else size_in_bytes(options.max_size, option="--max-size")
-            clean_cache(older_than_days=options.older_than, max_bytes=max_bytes)
+            clean_cache(older_than_days=options.older_than, max_bytes=max_bytes, is_trial=options.dry_run)
         return 0
     if options.command == "verify" and (options.folder / MARKER).exists():
         damage = find_damage(options.folder)
@@ -136,19 +136,23 @@ def list_cache() -> None:
     logger.info("%s in %s", spell_bytes(sum(item.num_bytes for item in items)), root)
 
 
-def clean_cache(*, older_than_days: float | None, max_bytes: int | None) -> None:
-    """Removes the entries and leftovers that `conversion.cache.collect_garbage` finds, and logs each removal."""
-    removals = collect_garbage(cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes)
+def clean_cache(*, older_than_days: float | None, max_bytes: int | None, is_trial: bool) -> None:
+    """Removes the entries and leftovers that `conversion.cache.collect_garbage` finds; logs each, also in a trial."""
+    removals = collect_garbage(
+        cache_folder(), now=time.time(), older_than_days=older_than_days, max_bytes=max_bytes, is_trial=is_trial
+    )
+    removed = "to be removed" if is_trial else "removed"
     for removal in removals:
         model = removal.item.entry.model if removal.item.entry else ""
         logger.info(
-            "%s  %s  removed (%s)  %s",
+            "%s  %s  %s (%s)  %s",
             removal.item.key[:KEY_LENGTH],
             spell_bytes(removal.item.num_bytes),
+            removed,
             removal.reason,
             model,
         )
-    logger.info("%s removed", spell_bytes(sum(removal.item.num_bytes for removal in removals)))
+    logger.info("%s %s", spell_bytes(sum(removal.item.num_bytes for removal in removals)), removed)
 
 
 def cache_folder() -> Path:
@@ -243,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument(
         "--max-size", metavar="SIZE", help="the longest unused, until the others take no more, with MB, GB, MiB or GiB"
     )
+    clean.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     return parser
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.hf_weights import describe_dtypes
-from mrl import rooms
+from mrl import env, rooms
 from mrl.config.errors import NotKnown
 from mrl.config.fp8 import form_of
 from mrl.config.model import read_model
@@ -283,7 +283,12 @@ def _checkpoints(config: RunConfig) -> str:
 
 
 def _logs(config: RunConfig) -> str:
-    return ", ".join([config.logger.log_dir, *switched_on(config.logger)])
+    homes = (Path("~").expanduser() / name for name in (".netrc", "_netrc"))
+    has_key = env.WANDB_API_KEY.read() is not None or any(path.is_file() for path in homes)
+    is_online = config.logger.wandb.mode in (None, "online", "shared")
+    lacking = "" if has_key or not is_online else " (no key of it here: in files, which `wandb sync` uploads)"
+    names = [f"{name}{lacking}" if name == "wandb" else name for name in switched_on(config.logger)]
+    return ", ".join([config.logger.log_dir, *names])
 
 
 ROWS: dict[str, Callable[[RunConfig], str]] = {

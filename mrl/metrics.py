@@ -35,6 +35,8 @@ METRICS: dict[str, Metric] = {
     "train/reward_max": Metric("Reward", "max={:.1f}"),
     "rollout/*/reward": Metric(chart="Reward by environment"),
     "rollout/*/reward_std": Metric(chart="Reward by environment"),
+    "rollout/*/reward_*": Metric(chart="Parts of the reward"),
+    "val/*/reward_*": Metric(chart="Parts of the held-out reward"),
     "rollout/groups_without_signal": Metric(chart="Groups with equal rewards, which teach nothing"),
     "val/accuracy": Metric(chart=ACCURACY),
     "val/pass_k": Metric(chart=ACCURACY),
@@ -139,8 +141,13 @@ def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
 def shown_on(line: str, metrics: Mapping[str, float]) -> str:
     """Text of a console line for these metrics."""
     return ", ".join(
-        shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics
+        _text(shown, metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics
     )
+
+
+def _text(shown: Metric, value: float) -> str:
+    """The text of a number; a loss that three decimals would call 0 has three digits."""
+    return shown.text.replace(":.3f", ":.2e" if 0 < abs(value) < 0.0005 else ":.3f").format(value)
 
 
 _COMPONENT = re.compile(r"(rollout|val)/[^/]+/reward_(?!std$)(.+)")
@@ -183,7 +190,10 @@ def for_decisions(name: str, metrics: Mapping[str, float]) -> float | None:
 
 
 def charts() -> list[tuple[str, list[str], str]]:
-    """The charts of the report: title, names of metrics (`*` is any environment), and "stack" if these add up."""
+    """The charts of the report: title, names of metrics, and "stack" if these add up.
+
+    In a name `*` is any environment; at its end, any component of its reward.
+    """
     found: dict[str, list[str]] = {}
     for name, shown in METRICS.items():
         if shown.chart:

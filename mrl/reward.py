@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import logging
+import statistics
 import sys
 import time
 import warnings
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 from mrl import barred
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, way_to_prepare
-from mrl.config.own import AGENT, REWARD, find_fitting, names_in, refuse_clash, wrong_annotations
+from mrl.config.own import AGENT, REWARD, find_fitting, looks_like_agent, names_in, refuse_clash, wrong_annotations
 from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
 from mrl.types import Prompt, Verdict
@@ -35,6 +36,9 @@ from mrl.types import Prompt, Verdict
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
     from mrl.envs.task import Task
+
+Judged = tuple[list[Verdict], list[float]]
+"""Verdicts, and the seconds that each took."""
 
 NAME = "reward"
 MAX_ROWS = 100
@@ -89,16 +93,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = Path(config.policy.model_name)
         if not (is_function or is_hub_id(str(model)) or (model / "config.json").is_file()):
             made = way_to_prepare(str(model))
-            raise ValueError(f"an agent is tried with the tokenizer of policy.model_name={model}, not there; {made}")
+            raise ValueError(
+                f"an agent is tried with the tokenizer of policy.model_name={model}, not in {Path.cwd()}; name "
+                f"another folder, policy.model_name=FOLDER{f', or {made}' * bool(made)}"
+            )
     except (ValueError, OSError) as error:
         parser.exit(2, f"mrl.reward: {barred(error) or error}\n")
     try:
-        verdicts = asyncio.run(_judge(named, config) if is_function else _run_agent(named, config))
+        verdicts, seconds = asyncio.run(_judge(named, config) if is_function else _run_agent(named, config))
     except (RuntimeError, ValueError) as error:  # its traceback stands above
         parser.exit(2, f"mrl.reward: {error}\n")
     sys.stdout.flush()
     judged = [(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)]
-    print("\n".join([*_report(judged), *(_doubts(judged, path) if options.replies is None and is_function else [])]))
+    slowest_s, slowest = max(zip(seconds, (row_id for row_id, _ in named), strict=True))
+    median_s = statistics.median(seconds)
+    pace = f"Seconds of a verdict: median {median_s:.2g}, longest {slowest_s:.2g} ({slowest}); {_limit(config)}"
+    doubts = _doubts(judged, path) if options.replies is None and is_function else []
+    print("\n".join([*_report(judged), pace, *doubts]))
     for line in idle:
         print(line.partition("=")[2])
     if options.replies is None and not any(row.expected_answer for _, row in rows):
@@ -115,14 +126,17 @@ def _kind_of(path: str) -> str:
     """The key below `env` of such a function, agent or address. ValueError: nothing of these fits."""
     if "://" in path:
         return f"remote.{NAME}"
-    with suppress(ValueError):
-        find_fitting(path, AGENT)
-        return f"own.agents.{NAME}"
-    try:
-        find_fitting(path, REWARD)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return f"own.functions.{NAME}"
+    wrong = dict[str, ValueError]()
+    for key, kind in (("agents", AGENT), ("functions", REWARD)):
+        try:
+            find_fitting(path, kind)
+            return f"own.{key}.{NAME}"
+        except ValueError as error:
+            wrong[key] = error
+    with suppress(ValueError):  # which says the same of both
+        if not looks_like_agent(path):
+            del wrong["agents"]
+    raise ValueError(f"{path}: {next(iter(wrong.values()))}") from None
 
 
 def _module_path(function: str) -> str:
@@ -202,7 +216,7 @@ def _replies(file: Path) -> list[tuple[str, ...]]:
     return found
 
 
-async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[Verdict]:
+async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> Judged:
     from mrl.envs.scorer import start_environment
 
     pool, begin = await start_environment(NAME, config.env, num_workers=1), time.monotonic()
@@ -216,15 +230,15 @@ async def _judge(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[V
                 num_judged = sum(job.verdict.done() for job in jobs)
                 print(
                     f"mrl.reward: {num_judged} of {len(jobs)} replies are judged, the function works at {begun[0]}; "
-                    f"env.own.timeout_s={config.env.own.timeout_s:g} ends each",
+                    f"{_limit(config)}",
                     file=sys.stderr,
                 )
-        return list(await asyncio.gather(*(job.verdict for job in jobs)))
+        return list(await asyncio.gather(*(job.verdict for job in jobs))), [job.seconds for job in jobs]
     finally:
         pool.close()
 
 
-async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> list[Verdict]:
+async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> Judged:
     """Runs an agent on one row after the other; prints the first conversations."""
     from mrl.plan.memory import with_limits
     from mrl.rollout.environment import set_variables
@@ -233,24 +247,33 @@ async def _run_agent(named: Sequence[tuple[str, Task]], config: RunConfig) -> li
     with warnings.catch_warnings(action="ignore"):
         from mrl.rollout.trial import open_trial
 
-    verdicts = list[Verdict]()
+    verdicts, seconds = list[Verdict](), list[float]()
     async with open_trial(NAME, with_limits(config, None)) as attempt:
         for row_id, task in named:
+            begin = time.monotonic()
             trying = asyncio.ensure_future(
                 attempt(Prompt(row_id, (), task.prompt, task.expected, NAME, task.row), task.turns)
             )
             while not (await asyncio.wait([trying], timeout=NEWS_S))[0]:
-                limit = f"env.agent_timeout_s={config.env.agent_timeout_s:g} ends each"
+                done = f"{len(verdicts)} of {len(named)} rows are done"
                 print(
-                    f"mrl.reward: {len(verdicts)} of {len(named)} rows are done, the agent works at {row_id}; {limit}",
+                    f"mrl.reward: {done}, the agent works at {row_id}; {_limit(config)}",
                     file=sys.stderr,
                 )
             verdicts.append(await trying)
+            seconds.append(time.monotonic() - begin)
             if len(verdicts) == 1:
                 for number, conversation in enumerate(verdicts[0].conversations, 1):
                     print(f"{row_id}, conversation {number}:")
                     print("\n".join(f"  {said['role']}: {_cell(said['content'])}" for said in conversation))
-    return verdicts
+    return verdicts, seconds
+
+
+def _limit(config: RunConfig) -> str:
+    """The key that ends a verdict, or an agent's rollout."""
+    if NAME in config.env.own.functions:
+        return f"env.own.timeout_s={config.env.own.timeout_s:g} ends each"
+    return f"env.agent_timeout_s={config.env.agent_timeout_s:g} ends each"
 
 
 def _cell(text: str) -> str:
@@ -280,7 +303,8 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
     parts = sorted(
         {name for *_, verdict in judged for name in (*verdict.components, *verdict.metrics, *verdict.columns)}
     )
-    table = [["row", "reply", "reward", *parts, "extracted", "verdict"]]
+    first, last = ("row", "reply", "reward"), ("extracted", "verdict")
+    table = [[*first, *(f"own {name}" if name in (*first, *last) else name for name in parts), *last]]
     for row_id, task, verdict in judged:
         values = {
             **verdict.columns,

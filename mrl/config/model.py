@@ -217,7 +217,7 @@ def find_wrong_weights(config: RunConfig) -> list[Problem]:
 
 def is_downloaded(problem: Problem) -> bool:
     """True if a problem is a model of the Hub that is not here, which the start of a run downloads."""
-    return is_hub_id(problem.value or "")
+    return problem.key.endswith(("model_name", "tokenizer.name")) and is_hub_id(problem.value or "")
 
 
 def with_value(section: Section, key: str, value: object) -> Section:

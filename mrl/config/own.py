@@ -11,6 +11,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -83,8 +84,8 @@ AGENT = Kind(("client", "row"), "float", is_async=True, needs=("client",))
 """A rollout of an agent, and its reward; `client` is openai.AsyncOpenAI (docs/extend/your_agent.md).
 
 >>> async def agent(client, row):
-...     answer = await client.responses.create(model="policy", input=row["question"])
-...     return float(row["answer"] in answer.output_text)
+...     answer = await client.completions.create(model="policy", prompt=row["prompt"])
+...     return float(row["expected_answer"] in answer.choices[0].text)
 >>> bind(agent, AGENT).names
 {'client': 'client', 'row': 'row'}
 """
@@ -220,6 +221,30 @@ def wrong_annotations(path: str) -> dict[str, tuple[str, str]]:
         for name, value in hook.names.items()
         if value in ("prompt", "response", "reference_answer") and spelt[name] in ("int", "float", "bool")
     }
+
+
+def returns_lone_value(path: str) -> bool:
+    """True if a plain function computes one number or tensor in each of its returns, which are surely no pair."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(find(path)))).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return False
+    inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.Lambda) and node != function]
+    nested = {inside for node in inner for inside in ast.walk(node)}
+    values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node not in nested]
+    return bool(values) and all(
+        isinstance(value, ast.BinOp | ast.UnaryOp)
+        and not any(isinstance(part, ast.Tuple | ast.Starred) for part in ast.walk(value))
+        for value in values
+    )
+
+
+def looks_like_agent(path: str) -> bool:
+    """Tells a function that may be meant as an agent from a reward: it is async, or takes `client`."""
+    found = find(path)
+    return inspect.iscoroutinefunction(found) or any(name in _signature(found).parameters for name in AGENT.needs)
 
 
 def misspelt(path: str, kind: Kind) -> list[str]:

@@ -202,6 +202,8 @@ def prompt_reader(
         if env_name not in BUILT_IN and reward is None:
             # Tasks of agents and environments may ask alike, and differ in other columns.
             identity.append({column: value for column, value in rest.items() if column != "id"})
+        if env_name in {**config.env.own.agents, **config.env.remote}:
+            rest = fields | rest  # question and answer by their own names, too
         prompt = Prompt(
             *("", (), safe_text(row.question), safe_text(row.answer), env_name, json.dumps(rest), teacher),
             json.dumps(own_kwargs) if own_kwargs else "",

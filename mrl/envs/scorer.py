@@ -96,6 +96,8 @@ class Job:
     verdict: asyncio.Future[Verdict]
     begun_at: float = 0.0
     """Time when a child first began it (`time.monotonic`); 0 if none has."""
+    seconds: float = 0.0
+    """Seconds that a child took for the verdict."""
     is_suspect: bool = False
     """True when it has cost a child its life, or its deadline, and is tried once more."""
 
@@ -181,6 +183,7 @@ class RewardPool:
                 job.begun_at = job.begun_at or start
                 self.num_begun += 1
                 verdict = await self._judge(place, job.task, is_last_try=job.is_suspect)
+                job.seconds = time.monotonic() - start
                 spans.stretch("score", start, lane)
                 self._num_busy, self._is_one_alone = self._num_busy - 1, False
                 if verdict is None:

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.runs [FOLDER ...]`: lists runs; `show RUN` one with its attempts, `compare RUN RUN` how two differ.
 
+`--json` prints the list as JSON: state, step, last checkpoint, and seconds since the run has written metrics.
+
 Reads run folders as they are, also those of runs that go on, and changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -28,12 +32,15 @@ from mrl.ops.view.run_data import (
     progress_lines,
     read_config,
     read_json,
+    section_of,
 )
 from mrl.store.advisories import advisories, facts_of, number
-from mrl.store.checkpoints import LEDGER
+from mrl.store.checkpoints import LEDGER, metrics_in
+from mrl.store.identity import CODE
 from mrl.store.ledger import LedgerState, apply_event
 from mrl.store.loggers.sink import flat
-from mrl.store.run_files import ENDED, METRIC_KEYS, METRICS, Json, Row, attempts_of, read_rows, setting
+from mrl.store.ranking import read_ranking
+from mrl.store.run_files import ABOUT, ENDED, METRIC_KEYS, METRICS, Json, Row, attempts_of, read_rows, setting
 
 RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """Metrics of a run's result; the first that it has counts."""
@@ -57,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="default: results",
     )
-    folders = parser.parse_args(words).folders or [RESULTS_FOLDER]
+    if command == "list":
+        parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    options = parser.parse_args(words)
+    folders = options.folders or [RESULTS_FOLDER]
     # A run's name does, too, as the list has it.
     folders = [
         folder if folder.exists() or not _is_run(RESULTS_FOLDER / folder) else RESULTS_FOLDER / folder
@@ -80,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "checkpointing.checkpoint_dir of one"
         )
     try:
-        lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
+        if command == "list" and options.json:
+            lines = [json.dumps([as_data(folder) for folder in found], indent=1)]
+        else:
+            lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
     except (OSError, ValueError) as error:
         parser.error(barred(error) or str(error))
     print("\n".join(lines))
@@ -136,6 +149,24 @@ def listing(folders: Sequence[Path]) -> list[str]:
     return [*aligned(table), *unreadable]
 
 
+def as_data(folder: Path) -> Json:
+    """One run for `--json`; `error` says why it cannot be read."""
+    try:
+        config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+    except (OSError, ValueError) as error:
+        return {"run": str(folder), "error": str(barred(error) or error)}
+    metrics, saved = folder / METRICS, checkpoints_of(folder)
+    return {
+        "run": str(folder),
+        "state": dict(progress_lines(rows, config, folder, owner_state(folder)))["state"],
+        "step": int(rows[-1]["step"] or 0) if rows else 0,
+        "max_num_steps": setting(config, f"{section_of(config)}.max_num_steps"),
+        "last_checkpoint": saved[-1]["step"] if saved else None,
+        "attempts": len(attempts_of(folder)),
+        "seconds_since_metrics": round(time.time() - metrics.stat().st_mtime, 1) if metrics.exists() else None,
+    }
+
+
 def show(folder: Path) -> list[str]:
     """Describes a run: settings, progress, attempts, rollbacks, checkpoints, and the advice that holds now."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
@@ -145,7 +176,7 @@ def show(folder: Path) -> list[str]:
             *progress_lines(rows, config, folder, owner_state(folder)),
         ]
     )
-    before: Json = {}
+    before, code = Json(), dict[str, object]()
     for path in attempts_of(folder):
         now = flat(read_config(path / "config.yaml"))
         started = datetime.fromtimestamp((path / "config.yaml").stat().st_mtime)
@@ -153,19 +184,17 @@ def show(folder: Path) -> list[str]:
         end = "running" if is_newest and owner_state(folder) == "running" else end_of(path)
         lines.append(f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}; {end}")
         lines += [f"  {line}" for line in differences(before, now)] if before else []
-        before = now
+        found = read_json(path / ABOUT).get(CODE)
+        own = found if isinstance(found, dict) else {}
+        lines += [f"  {name}: its code has changed" for name in own if code.get(name, own[name]) != own[name]]
+        before, code = now, own
     lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
-    saved = ", ".join(_saved(found, rows, config) for found in checkpoints_of(folder))
+    texts = read_ranking(folder / "config.yaml").texts(metrics_in(folder))
+    sizes = {int(str(one["step"])): int(str(one["bytes"])) / 2**20 for one in checkpoints_of(folder)}
+    parts = {step: ", ".join(filter(None, [f"{size:,.1f} MiB", texts.get(step)])) for step, size in sizes.items()}
+    saved = ", ".join(f"step {step} ({text})" for step, text in parts.items())
     advice = [advisory.line() for advisory in advisories(rows, facts_of(config))]
     return [*lines, f"checkpoints: {saved or 'none'}", *advice]
-
-
-def _saved(checkpoint: Json, rows: Sequence[Row], config: Json) -> str:
-    """A checkpoint's step, size, and the metric that ranks it."""
-    name = str(setting(config, "checkpointing.metric_name")).replace(":", "/", 1)
-    ranks = [value for row in rows if row["step"] == checkpoint["step"] and (value := row.get(name)) is not None]
-    size = f"{int(str(checkpoint['bytes'])) / 2**20:,.1f} MiB"
-    return f"step {checkpoint['step']} ({', '.join([size, *(f'{name} {number(value)}' for value in ranks)])})"
 
 
 def compare(one: Path, other: Path) -> list[str]:

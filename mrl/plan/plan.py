@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from conversion.schedule import Link
 from mrl.config.errors import Problem
@@ -64,6 +66,8 @@ class Plan:
     """Host memory of each node, by what holds it."""
     host_misfit: str | None
     """Description of the host memory that a node lacks; None if it has enough, or its memory is not given."""
+    node_memory: float | None
+    """Host memory of a node in bytes, if it is given."""
     refit: RefitTraffic | None
     times: StepTimes
 
@@ -91,8 +95,15 @@ def with_config_json(config: RunConfig) -> RunConfig:
     except ValueError as error:
         raise ValueError(
             f"policy.model_name={model}: a plan needs the model's config.json alone, and finds none: put it into a "
-            f"folder, and set policy.model_name=FOLDER. Cause: {error}"
+            f"folder, and set policy.model_name=FOLDER{_collected(model)}. Cause: {error}"
         ) from error
+
+
+def _collected(model: str) -> str:
+    """A text that names the file of a checkout that has the config.json of this id; "" if it has none."""
+    file = Path(__file__).parents[2] / "scripts/bench/models/hub.json"
+    groups = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return f" ({file} has it: `config` beside `ids`)" if any(model in group["ids"] for group in groups) else ""
 
 
 def problems_of(config: RunConfig) -> list[Problem]:
@@ -111,7 +122,8 @@ def make_plan(
     refit = plan_refit(config, model) if config.has_engines else None
     times = step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
     host = fullest_host(config, model)
-    return Plan(config, gpu, model, worst, misfit, engine, host, find_host_misfit(host, node_memory), refit, times)
+    lacking = find_host_misfit(host, node_memory)
+    return Plan(config, gpu, model, worst, misfit, engine, host, lacking, node_memory, refit, times)
 
 
 def fullest_host(config: RunConfig, model: PlanModel) -> Parts:
@@ -121,13 +133,17 @@ def fullest_host(config: RunConfig, model: PlanModel) -> Parts:
     return max(found, key=lambda parts: sum(parts.values()))
 
 
+def _kept(host: Parts) -> Parts:
+    return {name: size for name, size in host.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING)}
+
+
 def find_host_misfit(host: Parts, node_memory: float | None) -> str | None:
     """Description of the host memory that a node of `node_memory` bytes surely lacks.
 
     The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted at the greatest
     length, nor what pinned memory is rounded up by on average.
     """
-    held = {name: size for name, size in host.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING)}
+    held = _kept(host)
     if node_memory is None or sum(held.values()) <= node_memory:
         return None
     return (
@@ -259,7 +275,12 @@ def describe(plan: Plan) -> list[str]:
         of_engine = _engine_lines(gpu, plan.engine, vllm.gpu_memory_utilization, length)
         lines += [*of_engine, describe_engine_start(config, plan.engine.limits.num_seqs)]
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
-    lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
+    limit = (
+        ""
+        if plan.node_memory is None
+        else f"; surely {sum(_kept(plan.host).values()) / GB:.0f}, of {plan.node_memory / GB:.0f} that a node has"
+    )
+    lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held}){limit}")
     saved, (disk, kept) = sum(saved_bytes(config, plan.model).values()), disk_bytes(config, plan.model)
     checkpoints = describe_demand(kept, saved, disk) if config.checkpointing.enabled else "no checkpoints"
     lines.append(f"Disk: {checkpoints}; the cache of converted models {spell_bytes(cache_bytes(plan.model))}")

@@ -76,7 +76,7 @@ class AgentTask:
 
     @property
     def row(self) -> dict[str, object]:
-        """The row as agents get it: its fields, question and answer by one name whatever the data set calls them."""
+        """The row as agents get it: its fields, with question and answer also by the names that all data sets share."""
         return json.loads(self.prompt.row) | {
             "prompt": self.prompt.text,
             "expected_answer": self.prompt.expected_answer,

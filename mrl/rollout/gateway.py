@@ -15,6 +15,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Protocol, cast
 
@@ -285,9 +286,12 @@ class Gateway:
         return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return openai_error(error.status_code, error.detail)
+    detail = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND and detail == HTTPStatus.NOT_FOUND.phrase:  # as Starlette says it
+        detail = f"there is no {request.url.path.rpartition('/v1/')[2]} here: ask by chat/completions or completions"
+    return openai_error(error.status_code, detail)
 
 
 async def _fail(_: Request, error: Exception) -> Response:

@@ -288,6 +288,11 @@ RULES = (
     Advice("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
          "a few long rollouts hold all engines up, or rewards are slow",
          "grpo.async_grpo.enabled=true; fewer engines; time/reward"),
+    Advice("reward_waits", "look", "share of 5 steps spent waiting for rewards",
+         _share_of_time("time/reward", steps=5), 0.3,
+         "some verdicts take long, or more wait than are judged at once",
+         "python -m mrl.reward FUNCTION ROWS, which says whose; env.own.num_workers up; "
+         "grpo.async_grpo.enabled=true"),
     Advice("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
          "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
     Advice("refit_share", "look", "refit share of a step, 5 steps,", _share_of_time("time/refit", steps=5), 0.2,

@@ -27,7 +27,6 @@ from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, FileRecor
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
-from mrl.metrics import NEMO_RL_RANKS, for_decisions
 from mrl.phases import ModelName
 from mrl.store.ledger import Ledger
 from mrl.store.marks import (
@@ -45,6 +44,7 @@ from mrl.store.marks import (
     write_mark,
 )
 from mrl.store.ownership import unowned
+from mrl.store.ranking import BEST, ranking_of, read_ranking
 from mrl.store.run_files import METRIC_KEYS, METRICS, read_rows
 from mrl.types import RunState
 
@@ -120,19 +120,18 @@ class CheckpointStore:
         self.keep_top_k = settings.keep_top_k
         self.keep_latest_k = settings.ft_keep_latest_k or 1
         self.save_period = settings.save_period
-        name = settings.metric_name
-        self.metric_name = None if name is None else NEMO_RL_RANKS.get(name, name).replace(":", "/", 1)
-        self.higher_is_better = settings.higher_is_better
+        self.ranking = ranking_of(settings.metric_name, settings.higher_is_better)
+        self._doubts = settings.enabled
 
     def begin(self, state: RunState, models: Iterable[ModelName] = ("policy",)) -> Checkpoint:
         """Makes a folder with `state`, into which models write their weights; `commit` turns it into a checkpoint."""
-        if self.metric_name is not None and self._value(state) is None:
-            value = state.metrics.get(self.metric_name)
-            found = f"has no metric {self.metric_name}" if value is None else f"has {self.metric_name} = {value}"
+        if (name := self.ranking.name) and self.ranking.value(state.metrics) is None:
+            value = state.metrics.get(name)
+            found = f"has no metric {name}" if value is None else f"has {name} = {value}"
             level = logging.WARNING
-            if self.metric_name.startswith("val/") and not any(name.startswith("val/") for name in state.metrics):
+            if name.startswith("val/") and not any(one.startswith("val/") for one in state.metrics):
                 found, level = "was not validated", logging.INFO
-            ranks = f"its checkpoint ranks last by {self.metric_name} (checkpointing.metric_name)"
+            ranks = f"its checkpoint ranks last by {name} (checkpointing.metric_name)"
             logger.log(level, "step %d %s: %s", state.step, found, ranks)
         pending = Checkpoint(state.step, self.folder / f"tmp_step_{state.step}")
         text = json.dumps(dataclasses.asdict(state), indent=1)
@@ -231,19 +230,27 @@ class CheckpointStore:
             logger.info("removing %s, left by an interrupted save", folder)
             remove_marked(folder)
 
-    def _value(self, state: RunState) -> float | None:
-        name, metrics = self.metric_name or "", state.metrics
-        value = for_decisions(name, metrics) if self.higher_is_better else metrics.get(name)
-        return value if value is not None and math.isfinite(value) else None
+    def check_measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warns once if a validation, whose metrics these are, lacks the one that ranks checkpoints."""
+        if self._doubts and (doubt := self.ranking.doubt(step, metrics)):
+            self._doubts = False
+            logger.warning("%s", doubt)
+
+    def best_text(self) -> str:
+        """Names the newest and the best checkpoint with the metric that ranks them; "" if it ranks none."""
+        found = metrics_in(self.folder)
+        texts = self.ranking.texts(found)
+        steps = [step for step in found if texts and (step == max(found) or texts.get(step, "").endswith(BEST))]
+        return ", ".join(f"step_{step} ({texts.get(step, 'unranked')})" for step in steps)
 
     def _prune(self, newest_step: float = math.inf) -> None:
         """Removes whole checkpoints that the settings do not keep, up to the one just published."""
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            value = self._value(checkpoint.state())
+            value = self.ranking.value(checkpoint.state().metrics)
             if value is None:
                 return (float("inf"), -checkpoint.step)
-            return (-value if self.higher_is_better else value, -checkpoint.step)
+            return (-value if self.ranking.higher_is_better else value, -checkpoint.step)
 
         whole: list[Checkpoint] = []
         for checkpoint in checkpoints_in(self.folder):
@@ -276,6 +283,12 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
 
 
+def metrics_in(folder: Path) -> dict[int, Mapping[str, float]]:
+    """The metrics of each checkpoint in a run folder by its step, newest first; of unreadable ones none."""
+    found = {one.step: _object(one.folder / STATE).get("metrics") for one in checkpoints_in(folder)}
+    return {step: metrics for step, metrics in found.items() if isinstance(metrics, dict)}
+
+
 def is_run_folder(folder: Path) -> bool:
     """Tells a run folder, with its config, from a checkpoint: NeMo RL's hold their config too."""
     return (folder / RUN_CONFIG).is_file() and not (folder / MODEL_FOLDERS["policy"]).is_dir()
@@ -283,7 +296,9 @@ def is_run_folder(folder: Path) -> bool:
 
 def checkpoints_text(folder: Path) -> str:
     """A line that names the checkpoints of a run folder, to choose from."""
-    names = ", ".join(str(found.folder) for found in checkpoints_in(folder))
+    texts = read_ranking(folder / RUN_CONFIG).texts(metrics_in(folder))
+    shown = {found.folder: texts.get(found.step) for found in checkpoints_in(folder)}
+    names = ", ".join(f"{place} ({text})" if text else str(place) for place, text in shown.items())
     return f"give one of its checkpoints: {names}" if names else f"{folder} has no checkpoint yet"
 
 

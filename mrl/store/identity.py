@@ -202,9 +202,9 @@ def find_changes(
         if name in allowed:
             said.append(f"{text}, as checkpointing.allow_changes says")
         else:
-            way_out = (
-                f"set it back, choose another checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[{name}]"
-            )
+            back = "the seed" if SEED in changed else "it"
+            elsewhere = "choose another checkpointing.checkpoint_dir"
+            way_out = f"set {back} back, {elsewhere}, or set checkpointing.allow_changes=[{name}]"
             refused.append(f"{text}; {way_out}")
     return refused, said
 

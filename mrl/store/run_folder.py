@@ -169,7 +169,9 @@ class RunFolder:
             logger.info("Config since the last attempt: %s", line)
         kill_point("start")
         self.write_config(self.path, self.log_folder)
-        write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
+        about = json.dumps(about_this_attempt(self.config))
+        for folder in (self.path, self.log_folder):
+            write_atomic(folder / ABOUT, about)
         if self._identity is not None:
             write_atomic(self.path / IDENTITY, json.dumps(self._identity, indent=1))
         with self._may_fail("quarantine"):

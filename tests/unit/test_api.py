@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import shutil
 import signal
@@ -74,12 +75,14 @@ async def test_a_refused_start_gives_signals_back(workplace: Path):
     assert not LISTENER.is_listening and signal.getsignal(signal.SIGINT) is before
 
 
-@as_story
-async def test_overrides_in_one_text_are_refused():
-    said = r"overrides is a text; write a list: \['grpo.seed=1'\]"
-    with pytest.raises(ValueError, match=said):
-        async with api.start("grpo_tiny.yaml", "grpo.seed=1"):
+@pytest.mark.parametrize(("kind", "overrides"), [("text", "grpo.seed=1"), ("dict", {"grpo.seed": 1})])
+def test_overrides_in_another_form_are_refused(kind: str, overrides: Any):
+    async def start() -> None:
+        async with api.start("grpo_tiny.yaml", overrides):
             raise AssertionError("it has started")
+
+    with pytest.raises(ValueError, match=rf"overrides is a {kind}; write a list: \['grpo.seed=1'\]"):
+        asyncio.run(start())
 
 
 def test_sequences_that_cannot_be_trained_are_refused():

@@ -66,6 +66,9 @@ def test_gc_removes_by_age_and_size_and_says_what(
     used = time.time() - 3 * DAY_S
     os.utime(entries[1] / "entry.json", (used, used))
     assert run(capsys, "gc") == ["0 kB removed"]
+    to_come, _ = run(capsys, "gc", "--older-than", "2.5", "--dry-run")
+    assert entries[1].name[:12] in to_come and "to be removed (not used for 3.0 days)" in to_come
+    assert len(cache_items(root)) == 2
     removed, _ = run(capsys, "gc", "--older-than", "2.5")
     assert entries[1].name[:12] in removed and "not used for 3.0 days" in removed
     assert [item.path for item in cache_items(root)] == [entries[0]]

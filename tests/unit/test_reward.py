@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def waits(response):
         time.sleep(0.01)
     return 1.0
 
+async def swapped(row, model_client): ...
+
+def blocking(client, row): ...
+
+def slow(response):
+    if response == "4":
+        time.sleep(0.1)
+    return 1.0
+
 def lengthy(response):
     return len(response)
 
@@ -80,6 +90,13 @@ def test_each_row_is_judged_by_its_answer_and_by_nothing(folder: Path, capfd: py
     ]
     assert "4 rewards from 0.5 to 2, mean 1.25" in said.out
     assert said.err.count("judging") == 4
+
+
+def test_the_seconds_of_verdicts_are_said(folder: Path, capfd: pytest.CaptureFixture[str]):
+    assert run(folder, "slow", "env.own.timeout_s=600") == 0
+    found = re.search(r"Seconds of a verdict: median (\S+), longest (\S+) \((.*)\); (.*)", capfd.readouterr().out)
+    assert found and found[3] in ("rows:1", "rows:2") and float(found[2]) >= 0.1
+    assert found[4] == "env.own.timeout_s=600 ends each"
 
 
 def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest.CaptureFixture[str]):
@@ -228,6 +245,11 @@ def test_answers_that_are_read_in_another_form_are_said(folder: Path, capfd: pyt
         ),
         (["{module}", "rows.jsonl"], "is a module, not a function or class; write package.module:name (it has judge, "),
         (["{module}.py:judge", "rows.jsonl", "--replies", "absent"], "--replies absent: no such file in "),
+        (["{module}.py:swapped", "rows.jsonl"], "takes (row, model_client), and mrl has no model_client; write async "),
+        (
+            ["{module}.py:blocking", "rows.jsonl"],
+            "is no async function; write async def blocking(client, row) -> float",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str):

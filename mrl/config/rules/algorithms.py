@@ -10,7 +10,19 @@ from collections.abc import Collection, Iterator
 from typing import get_args
 
 from mrl.config.errors import Problems, spell
-from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, REWARD, Kind, find_fitting, is_path, misspelt
+from mrl.config.own import (
+    AGENT,
+    ESTIMATOR,
+    LOGGER,
+    LOSS,
+    PROCESSOR,
+    REWARD,
+    Kind,
+    find_fitting,
+    is_path,
+    misspelt,
+    returns_lone_value,
+)
 from mrl.config.rules.data import key_of
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.algo import Estimator
@@ -401,3 +413,7 @@ def _check(problems: Problems, key: str, path: str, kind: Kind, names: Collectio
             find_fitting(path, kind)
         except ValueError as error:
             problems.tell(key, path, error)
+            return
+        if kind is LOSS and returns_lone_value(path):
+            rule = "it returns one value, and a loss two tensors: each token's loss, and whether it is clipped"
+            problems.add(key, rule, "return both; `torch.zeros_like(loss_T, dtype=torch.bool)` if nothing is clipped")

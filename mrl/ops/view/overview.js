@@ -3,6 +3,7 @@ const chartsOf = () => state.data.charts;
 let charts = [];
 // Of the seconds of all steps.
 const SMALL = 0.02;
+const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]];
 // Distances between the ticks of steps.
 const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
@@ -19,7 +20,8 @@ function smoothed(values) {
 // One x axis for all runs: [steps, one column per (run, metric)].
 function columns(names) {
   const runs = state.data.runs, found = [];
-  const matching = (one, name) => (name.includes("*") ? Object.keys(one.series).filter((key) => RegExp(`^${name.replace("*", "[^/]+")}$`).test(key)) : [name]);
+  const matching = (one, name) => (name.includes("*") ? Object.keys(one.series).filter((key) => RegExp(`^${name.replaceAll("*", "[^/]+")}$`).test(key)
+    && !(name.endsWith("*") && key.endsWith("/reward_std"))) : [name]);
   runs.forEach((one, index) => names.flatMap((name) => matching(one, name)).forEach((name) => {
     if ((one.series[name] || []).some((value) => value !== null)) found.push([index, name]);
   }));
@@ -83,7 +85,9 @@ const changed = (one) => one.attempts.map(({ name, step, changes }) => [name, `$
 function chart(box, title, names, kind) {
   const isStack = kind === "stack" && state.data.runs.length === 1;
   const { found, steps, values } = isStack ? gathered(columns(names)) : split(names, kind).moving;
-  const colour = (key, i) => (isStack ? tone(phase(key[1])) : COLOURS[i % COLOURS.length]);
+  // Of several runs each has one colour in all charts, and each metric its dashes.
+  const isLaid = state.data.runs.length > 1, metrics = [...new Set(found.map(([, name]) => name))];
+  const colour = (key, i) => (isStack ? tone(phase(key[1])) : COLOURS[(isLaid ? key[0] : i) % COLOURS.length]);
   let drawn = values.map((column) => (isStack ? column : smoothed(column)));
   if (isStack) {
     const sums = new Array(steps.length).fill(0);
@@ -94,6 +98,7 @@ function chart(box, title, names, kind) {
   }
   const series = found.map((key, i) => ({
     label: isStack ? phase(key[1]) : label(key), stroke: colour(key, i), width: 1.5, spanGaps: true,
+    dash: isLaid ? DASHES[metrics.indexOf(key[1]) % DASHES.length] : [],
     // A stack draws sums and tells its parts.
     value: (_, value, __, place) => shown(isStack && place !== null ? values[i][place] : value),
     points: { show: (steps.length < 60 && !isStack) || key[1].startsWith("val/"), size: 5 },
@@ -125,8 +130,9 @@ const hasCurves = () => state.data.runs.some((one) => Object.entries(one.series)
 
 // The charts of this list that have data.
 function drawn(wanted) {
-  // One environment has the curve of all.
-  const known = wanted.filter(([, names]) => (names[0].includes("*") ? columns(names.slice(0, 1)).found.length > state.data.runs.length : columns(names).found.length));
+  // One environment has the curve of all, and yet its own components.
+  const known = wanted.filter(([, names]) => columns(names.slice(0, names[0].includes("*") ? 1 : names.length)).found.length
+    > (/\*.*[^*]$/.test(names[0]) ? state.data.runs.length : 0));
   const having = (part) => known.filter(([, names, kind]) => split(names, kind)[part].found.length), found = having("moving"), constant = having("flat");
   const boxes = found.map(() => h("div", { class: "chart" }));
   requestAnimationFrame(() => boxes.forEach((box, i) => box.isConnected && chart(box, ...found[i])));

@@ -68,7 +68,7 @@ function card(row, best) {
   return h("article", { class: classOf(row, best) },
     h("small", {}, fact(row)), ...said(row),
     row.extracted ? h("small", {}, `extracted ${row.extracted}`) : null,
-    ...Object.entries(row.columns || {}).map(([name, text]) => h("small", {}, `${name} ${text}`)),
+    ...Object.entries(row.columns || {}).map(([name, text]) => h("small", {}, `${name}: ${text} `)),
     row.token_texts ? h("button", { "data-tokens": row.idx, onclick: () => { looked.token = row; draw(); } }, "token by token") : null);
 }
 

@@ -93,3 +93,5 @@ def test_a_check_prints_problems_as_json(workplace: Path, capsys: pytest.Capture
     )
     assert [other["id"] for other in layout["also"]] == [f"layout-of-the-model/{key}"]
     assert all(problem["text"] in output.err for problem in (unknown, layout)) and unknown["kind"] == "refused"
+    assert check.main(["grpo_tiny.yaml", "grpo.seed=7", "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["grpo"]["seed"] == 7

@@ -64,6 +64,14 @@ def test_what_a_run_asks(config: RunConfig):
     assert sampling.stop_token_ids == (EOS,)
 
 
+def test_an_agent_gets_the_fields_of_its_row_by_their_own_names(config: RunConfig, tmp_path: Path):
+    row = {"question": "1+1", "total": 2, "customer": "c0"}
+    write(tmp_path / "train.jsonl", [row])
+    settings = ["data.default.env_name=shop", "data.default.output_key=total", "data.validation=null"]
+    ((prompt),) = load_prompts(configured(tmp_path, *settings, "++env.remote.shop=http://127.0.0.1:1/run")).train
+    assert json.loads(prompt.row) == row and (prompt.text, prompt.expected_answer) == ("1+1", "2")
+
+
 def test_without_validation_there_are_no_validation_prompts(config: RunConfig):
     config.data.validation = None
     assert list(load_prompts(config).validation) == []

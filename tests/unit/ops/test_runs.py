@@ -16,7 +16,8 @@ def run(folder: Path, *learning_rates: float, losses: tuple[float, ...], accurac
     """A run of an attempt for each learning rate."""
     for number, lr in enumerate(learning_rates, start=1):
         text = (
-            f"algorithm: grpo\ngrpo: {{max_num_steps: 3}}\npolicy: {{model_name: m, megatron_cfg: {{optimizer: "
+            "algorithm: grpo\ncheckpointing: {metric_name: 'val:loss', higher_is_better: false}\n"
+            f"grpo: {{max_num_steps: 3}}\npolicy: {{model_name: m, megatron_cfg: {{optimizer: "
             f"{{lr: {lr}}}}}}}\n"
         )
         for place in (folder, folder / f"logs/exp_{number:03d}"):
@@ -46,6 +47,13 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first, second = (" ".join(line.split()) for line in sorted(lines))
     assert first.startswith(f"{tmp_path / 'a'} finished 3 of 3 grpo m 1 val/accuracy 0.25 -> 0.5 2")
     assert second.startswith(f"{tmp_path / 'b'} ended 1 of 3 grpo m 2 val/accuracy 0.25 -> 0.75 2")
+    found = json.loads("\n".join(said(capsys, tmp_path, "--json")))
+    assert [one.pop("seconds_since_metrics") >= 0 for one in found] == [True, True]
+    shared = {"max_num_steps": 3, "last_checkpoint": None}
+    assert sorted(found, key=lambda one: one["run"]) == [
+        {"run": str(tmp_path / "a"), "state": "finished", "step": 3, "attempts": 1, **shared},
+        {"run": str(tmp_path / "b"), "state": "ended", "step": 1, "attempts": 2, **shared},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +96,15 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ledger.take(4, [(0, "p:4"), (0, "p:5")])
     ledger.roll_back(2)
     (folder / "logs/exp_002/ended.json").write_text('{"code": 75, "text": "Ended before the last step"}')
+    for number, digest in ((1, "a"), (2, "b")):
+        code = {"code": {"mine:score": digest, "mine:other": "c"}}
+        (folder / f"logs/exp_{number:03d}/about.json").write_text(json.dumps(code))
+    for step, accuracy in ((1, 0.5), (2, 0.25)):
+        checkpoint = folder / f"step_{step}"
+        checkpoint.mkdir()
+        (checkpoint / "COMPLETE").touch()
+        (checkpoint / "manifest.json").write_text('{"weights": {"bytes": 3145728}}')
+        (checkpoint / "training_info.json").write_text(json.dumps({"step": step, "metrics": {"val/loss": accuracy}}))
     lines = said(capsys, "show", folder)
     ends = [line.partition("; ")[2] for line in lines if line.startswith("attempt ")]
     assert ends == [
@@ -97,8 +114,10 @@ def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "learning rate 0.002" in [" ".join(line.split()) for line in lines]
     second = next(index for index, line in enumerate(lines) if line.startswith("attempt 2: started "))
     assert lines[second + 1] == "  policy.megatron_cfg.optimizer.lr: 0.001 -> 0.002"
+    assert lines[second + 2] == "  mine:score: its code has changed"
+    assert sum("code has changed" in line for line in lines) == 1
     assert "rolled back: to step 2; made again: step 3; prompts asked again: 2" in lines
-    assert lines[-1] == "checkpoints: none"
+    assert lines[-1] == "checkpoints: step 1 (3.0 MiB, val/loss 0.5), step 2 (3.0 MiB, val/loss 0.25, best)"
 
 
 def test_the_story_ends_with_the_advice_that_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,9 +28,10 @@ def test_the_host_memory_of_a_node_is_compared(llama_8b: Path, capsys: pytest.Ca
     # The 16 GB of model files are page cache, which the kernel gives back; the rest is not.
     # Rollouts are counted as if all were of the greatest length.
     least = (sum(needs.values()) - 2 * model.num_parameters - needs[ROLLOUTS]) / GIB
-    assert (
-        main([*words, "--node-memory", str(least + 1)]) == 0 and "of host memory and has" not in capsys.readouterr().out
-    )
+    assert main([*words, "--node-memory", str(least + 1)]) == 0
+    said = capsys.readouterr().out
+    kept, memory = (f"{number * GIB / 1e9:.0f}" for number in (least, least + 1))
+    assert f"; surely {kept}, of {memory} that a node has\n" in said and "of host memory and has" not in said
     assert main([*words, "--node-memory", str(least - 1)]) == 2
     assert (
         f"a node needs at least {least:.1f} GiB of host memory and has {least - 1:.1f} GiB: checkpoint"

@@ -69,6 +69,8 @@ CASES: dict[str, tuple[list[Row], list[Row]]] = {
                     rollout__code__failed=1)]),
     "router": (steps(3, train__moe__unused_experts_worst=0.6), steps(3, train__moe__unused_experts_worst=0.4)),
     "idle": (steps(5, rollout__engine_idle_fraction=0.6), steps(4, rollout__engine_idle_fraction=0.6)),
+    "reward_waits": ([row(i, **({"time__reward": 5.0} if i == 3 else {})) for i in range(1, 6)],
+                     [row(i, **({"time__reward": 2.0} if i == 3 else {})) for i in range(1, 6)]),
     "lag": (steps(5, train__max_trajectory_age=2), steps(5, train__max_trajectory_age=1)),
     "refit_share": (steps(5, time__refit=0.5), steps(5, time__refit=0.3)),
     "packing": (steps(5, train__packing_efficiency=0.4), steps(5, train__packing_efficiency=0.6)),

@@ -10,7 +10,7 @@ import pytest
 
 from conversion.files.manifest import file_record
 from mrl.config.schema.run import CheckpointingConfig
-from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, find_damage
+from mrl.store.checkpoints import MANIFEST, MARKER, CheckpointStore, checkpoints_text, find_damage
 from mrl.types import RunState
 from tests.unit.store.conftest import Synced
 
@@ -266,6 +266,35 @@ def test_a_checkpoint_that_cannot_be_ranked_is_told(tmp_path: Path, caplog: pyte
     assert not caplog.records
     checkpoints.begin(RunState(step=2, metrics={"val/loss": 1.0}))
     assert "step 2 has no metric train/loss: its checkpoint ranks last" in caplog.text
+
+
+def test_the_newest_and_the_best_checkpoints_are_named(tmp_path: Path):
+    checkpoints = store(tmp_path, keep_top_k=None)
+    assert checkpoints.best_text() == ""
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        save(checkpoints, step, accuracy)
+    assert checkpoints.best_text() == "step_3 (val/accuracy 0.5), step_2 (val/accuracy 0.9, best)"
+    lowest = store(tmp_path, higher_is_better=False)
+    assert lowest.best_text() == "step_3 (val/accuracy 0.5), step_1 (val/accuracy 0.2, best)"
+    save(checkpoints, 4)
+    assert checkpoints.best_text() == "step_4 (unranked), step_2 (val/accuracy 0.9, best)"
+    (tmp_path / "config.yaml").write_text("checkpointing: {metric_name: 'val:accuracy', higher_is_better: false}")
+    assert checkpoints_text(tmp_path) == (
+        f"give one of its checkpoints: {tmp_path}/step_4, {tmp_path}/step_3 (val/accuracy 0.5), "
+        f"{tmp_path}/step_2 (val/accuracy 0.9), {tmp_path}/step_1 (val/accuracy 0.2, best)"
+    )
+
+
+def test_a_metric_that_validations_lack_is_told_at_the_first_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpoints = store(tmp_path, metric_name="val:score/reward_rigth")
+    for step in (0, 3):
+        checkpoints.check_measured(step, {"val/accuracy": 0.5, "val/score/reward_right": 0.5})
+    store(tmp_path).check_measured(0, {"val/accuracy": 0.5})
+    store(tmp_path, metric_name="val:loss", enabled=False).check_measured(0, {"val/accuracy": 0.5})
+    assert [record.getMessage() for record in caplog.records] == [
+        "checkpointing.metric_name=val:score/reward_rigth: the validation of step 0 has no such metric, and "
+        "checkpoints without it rank last; it has val:score/reward_right, val:accuracy"
+    ]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path):

@@ -43,6 +43,12 @@ def test_the_step_block_is_the_tutorials_character_for_character():
     assert lines[4].startswith("[Mrl] ") and "verified=1,234,567 bytes" in lines[4]
 
 
+def test_small_losses_are_no_zero():
+    small = {**METRICS, "train/loss": -1.07e-05, "train/kl_penalty": 0.0}
+    line = step_lines(small, num_prompts=32, num_generations=16)[2]
+    assert line == "[Train]    loss=-1.07e-05, kl=0.000, grad_norm=1.23"
+
+
 def test_lines_leave_out_a_kl_that_nobody_computes_and_have_the_components_of_rewards():
     parts = {"rollout/near/reward_std": 0.1, "rollout/near/reward_near": 0.334, "rollout/near/reward_length": -0.01}
     lines = step_lines({**METRICS, **parts}, num_prompts=32, num_generations=16, has_kl=False)

@@ -16,8 +16,10 @@ from typing import ClassVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mrl.config.load import load_config
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
+from mrl.description import ROWS
 from mrl.metrics import METRICS, nemo_rl_names
 from mrl.store.loggers import group, thread
 from mrl.store.loggers.group import Loggers, check_loggers, switched_on
@@ -29,6 +31,19 @@ from tests.waiting import HANG_S, wait_until
 EVERY = LoggerConfig(
     wandb_enabled=True, swanlab_enabled=True, tensorboard_enabled=True, mlflow_enabled=True, prometheus_port=9400
 )
+
+
+def test_a_check_tells_that_there_is_no_key_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def logs(*settings: str) -> str:
+        return ROWS["logs"](load_config("grpo_tiny.yaml", ["logger.wandb_enabled=true", *settings]))
+
+    assert logs().endswith("wandb (no key of it here: in files, which `wandb sync` uploads)")
+    assert logs("logger.wandb.mode=offline").endswith(", wandb")
+    (tmp_path / ".netrc").touch()
+    assert logs().endswith(", wandb")
 
 
 def test_nothing_is_switched_on_by_default():
@@ -204,6 +219,7 @@ def test_a_library_cannot_keep_hooks_on_errors_and_exits(
 HANGING = """
 import sys, threading, time
 from pathlib import Path
+from mrl.config.load import load_config
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.store.loggers import group

@@ -36,6 +36,14 @@ def judges(gold, response, prompt): ...
 def coloured(response, colour): ...
 def ranks(rewards, group=None, scale=1.0): ...
 def clips(tokens, clipped_ratio=0.2): ...
+def plain(tokens, ratio_T):
+    if tokens.advantages_T is None:
+        return -ratio_T
+    return -tokens.advantages_T * ratio_T
+def both(tokens, ratio_T):
+    def loss(ratio_T):
+        return -tokens.advantages_T * ratio_T
+    return loss(ratio_T), ratio_T > 2
 async def asks(client, rows=()): ...
 class NoArguments: ...
 class NoClose:
@@ -58,6 +66,7 @@ FITTING = [
     "grpo.adv_estimator.name=things_of_mine:swapped",
     "grpo.adv_estimator.name=things_of_mine.swapped",
     "loss_fn.token_loss=things_of_mine:four",
+    "loss_fn.token_loss=things_of_mine:both",
     "loss_fn.token_loss=mrl.algo.losses:clipped_surrogate",
     "data.default.processor=things_of_mine:one",
     "data.train.processor=things_of_mine.one",
@@ -82,6 +91,7 @@ WRONG = [
         "loss_fn.token_loss=things_of_mine:two",
         "write def two(tokens, ratio_T, clipped_ratio_T, config) -> tuple[Tensor, Tensor]",
     ),
+    ("loss_fn.token_loss=things_of_mine:plain", "it returns one value, and a loss two tensors: each token's loss"),
     ("loss_fn.token_loss=things_of_mine:Good", "is a class; write def Good(tokens, ratio_T, clipped_ratio_T, config)"),
     (
         "data.default.processor=things_of_mine:five",

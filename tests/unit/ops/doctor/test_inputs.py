@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from mrl.config.errors import Problem
 from mrl.config.load import load_config
+from mrl.config.model import is_downloaded
 from mrl.ops.doctor.findings import Finding
 from mrl.ops.doctor.probe import HostFacts
 from mrl.ops.doctor.run_inputs import judge_gpus
@@ -46,3 +48,12 @@ def test_an_installation_of_the_other_kind(
     assert [finding.status for finding in found] == ([status] if status else [])
     if status:
         assert isinstance(found[0], Finding) and "bash scripts/setup.sh" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "is_downloaded_at_a_start"),
+    [("policy.model_name", True), ("policy.tokenizer.name", True), ("checkpointing.checkpoint_dir", False)],
+)
+def test_only_models_are_downloaded(key: str, is_downloaded_at_a_start: bool):
+    problem = Problem("disk", key, "results/grpo_tiny", "is too small", "free some", kind="to be provided")
+    assert is_downloaded(problem) is is_downloaded_at_a_start
