@@ -7,6 +7,7 @@ Parts never end for being slow. The last screen says what ran, what was skipped 
 from __future__ import annotations
 
 import argparse
+import compileall
 import http.client
 import json
 import os
@@ -71,6 +72,7 @@ ON_NEWEST = ("stack", "policy", "smoke", "parity_table")
 def main() -> int:
     arguments = parse(sys.argv[1:])
     commands = choose(arguments)
+    compile_sources(ROOT / "mrl", ROOT / "conversion", ROOT / "tests")
     loops = [
         subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)
     ]
@@ -122,6 +124,12 @@ def choose(arguments: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
+def compile_sources(*folders: Path) -> None:
+    """Compiles to bytecode: where none may be written, each of a thousand processes would compile what it imports."""
+    for folder in folders:
+        compileall.compile_dir(folder, quiet=2, workers=os.cpu_count() or 1)
+
+
 def environments(parts: Collection[str], folder: Path) -> dict[str, dict[str, str]]:
     """The environments of those parts that run another megatron-core than the installed one."""
     chosen = [name for name in parts if name in ON_NEWEST]
@@ -130,6 +138,7 @@ def environments(parts: Collection[str], folder: Path) -> dict[str, dict[str, st
     (place := folder / "megatron").mkdir()
     try:
         variables = megatron.environment(megatron.fetch(place))
+        compile_sources(place)
     except (OSError, http.client.HTTPException) as error:
         print(f"no package index answers ({error}): {', '.join(chosen)} run the installed megatron-core", flush=True)
         return {}

@@ -55,7 +55,11 @@ def test_hugging_face_to_megatron_and_back_is_bit_identical(
     assert_back_unchanged(hf_folder, tmp_path / "mcore", tmp_path / "straight")
 
 
-@pytest.mark.parametrize(("model_type", "layout"), CASES)
+# test_layouts.py holds what the policy loads of every family to transformers, the test above what it saves: here one of
+# each kind of layer.
+@pytest.mark.parametrize(
+    ("model_type", "layout"), [case for case in CASES if case[0] in ("nemotron_h", "qwen3", "gpt_oss", "deepseek_v3")]
+)
 def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(
     ranks: RankPool, tmp_path: Path, model_type: str, layout: str
 ):

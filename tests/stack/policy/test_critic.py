@@ -136,7 +136,7 @@ def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
 @pytest.mark.parametrize(
     ("layout", "critic_layout"),
     [
-        ("tp2 sp dp2 ep2", "pp2 dp2 ep2"),
+        pytest.param("tp2 sp dp2 ep2", "pp2 dp2 ep2", marks=pytest.mark.long("ppo")),
         ("pp2 dp2 ep2", "tp2 sp cp2 ep2"),
         pytest.param("cp2 dp2 ep2", "tp2 sp dp2 ep2", marks=pytest.mark.long("ppo")),
     ],

@@ -36,9 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-@pytest.mark.parametrize(
-    "case", [MtpCase(2), MtpCase(3, repeats=True), MtpCase(2, detaches=True), MtpCase(3, True, True)], ids=str
-)
+@pytest.mark.parametrize("case", [MtpCase(2), MtpCase(3, True, True)], ids=str)
 def test_losses_and_gradients_are_those_of_a_loop_over_transformers(
     ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, case: MtpCase
 ):
@@ -132,8 +130,9 @@ def test_detached_layers_leave_the_policy_as_it_would_be_without_them(ranks: Ran
     }
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2 sp dp2 ep2", "pp2 dp2 ep2"])
-@pytest.mark.parametrize("overrides", [(), UNSHARDED], ids=["sharded", "unsharded"])
+@pytest.mark.parametrize(
+    ("layout", "overrides"), [("one", UNSHARDED), ("tp2 sp dp2 ep2", UNSHARDED), ("pp2 dp2 ep2", ())], ids=str
+)
 def test_gradients_of_detached_layers_have_a_norm_of_their_own(
     ranks: RankPool, folders: dict[bool, Path], tmp_path: Path, layout: str, overrides: tuple[str, ...]
 ):

@@ -118,9 +118,9 @@ def test_refits_leave_what_vllm_loads(start_engine: StartEngine, tmp_path: Path,
 @pytest.mark.parametrize(
     "form, parallel",
     [
-        ("fp8_per_channel", VllmParallel(tp=2)),
+        pytest.param("fp8_per_channel", VllmParallel(tp=2), marks=pytest.mark.long("fp8")),
         ("fp8_per_block", VllmParallel(tp=2, ep=2)),
-        ("mxfp8", VllmParallel(pp=2)),
+        pytest.param("mxfp8", VllmParallel(pp=2), marks=pytest.mark.long("fp8")),
     ],
 )
 def test_refits_of_all_workers_leave_what_vllm_loads(

@@ -262,10 +262,9 @@ def test_a_server_that_gives_no_verdict_is_quoted(
         max_body=10**7,
     )
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
-    running.call(
-        lambda: runner.agents.update({"quoted": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]})
-    )
-    (ran,) = run(running, runner, task("any", env_name="quoted"))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/run"
+    running.call(lambda: runner.agents.update({url: [RemoteAgent(url)]}))
+    (ran,) = run(running, runner, task("any", env_name=url))
     assert ran.verdict.status == "error" and reason in ran.verdict.reason and paths == ["/run"]
     server.should_exit = True
 
@@ -336,10 +335,9 @@ def test_a_server_without_room_is_asked_until_it_has_some(
         Starlette(routes=[Route("/run", answer, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7
     )
     threading.Thread(target=server.run, args=([listener],), daemon=True).start()
-    running.call(
-        lambda: runner.agents.update({"full": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]})
-    )
-    (ran,) = run(running, runner, task("any", env_name="full"))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/run"
+    running.call(lambda: runner.agents.update({url: [RemoteAgent(url)]}))
+    (ran,) = run(running, runner, task("any", env_name=url))
     assert num_asked == 9 and ran.verdict.reason == "at last" and ran.verdict.metrics["lost_attempts"] == 0
     server.should_exit = True
 
