@@ -135,7 +135,7 @@ class EngineActor:
 
     @ray.method(concurrency_group=CALLERS)
     def health(self) -> tuple[bool, int | None]:
-        """True if the engine can sample now, and its weight version."""
+        """Tells whether the engine can sample now, and its weight version."""
         return self.engine.can_sample, self.engine.weight_version
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
@@ -417,7 +417,7 @@ class EngineLine:
                 self._send_soon()
 
     async def health(self) -> tuple[bool, int | None]:
-        """True if the engine can sample now, and its weight version. EngineLost: it has died."""
+        """Tells whether the engine can sample now, and its weight version. EngineLost: it has died."""
         call = self.handle.health.remote()
         try:
             return await answered(call, actor=self._name, what="health")

@@ -39,7 +39,7 @@ def hash_of(identity: str) -> int:
 
 
 def told_of_shared(num_shared: int, num_rows: int, rows: str = "validation rows") -> str:
-    """Warns of validation rows that are training rows, too, or ""."""
+    """A warning of validation rows that are training rows, too, or ""."""
     if not num_shared:
         return ""
     return (

@@ -293,7 +293,7 @@ class Line(Protocol):
     async def ask(self, prompt: Prompt, params: Params) -> Answered: ...
 
     async def health(self) -> tuple[bool, int | None]:
-        """True if it can sample now, and its weight version."""
+        """Tells whether it can sample now, and its weight version."""
         ...
 
 
