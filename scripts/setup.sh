@@ -104,6 +104,9 @@ setup_list() {
         base="$(find_python $PYTHONS)"
         # Before anything is downloaded, or replaced.
         if [[ $name == gpu ]]; then PYTHON="$base" bash "$ROOT/scripts/install_gpu.sh" check 9>&-; fi
+        if [[ $name == cpu ]] && ! "$base" -c "import ctypes; ctypes.CDLL('libnuma.so.1')" 2>/dev/null; then
+            fail "vLLM for CPUs needs libnuma.so.1; install it, e.g. apt-get install libnuma1"
+        fi
         # Packages for GPUs and those for CPUs do not go into one environment.
         if ! "$PYTHON" -c "" 2>/dev/null || { [[ $name != dev ]] && grep --quiet "^$OTHER_KIND " "$STAMP" 2>/dev/null; }; then
             "$base" -m venv --clear "$VENV"

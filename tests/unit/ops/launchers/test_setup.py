@@ -34,6 +34,7 @@ case "$*" in
         rm -rf "$4" && mkdir -p "$4/bin" && cp "$self" "$4/bin/python" && echo "$version" >"$4/bin/version" ;;
     *runpy*) echo None ;;
     *urllib*) ;;
+    *libnuma*) [[ -z ${NO_NUMA:-} ]] ;;
     *"get_path('include')"*) echo "$HEADERS" ;;
     *"get_path('platlib')"*) echo /site ;;
     "-c "* | *uv_settings.py) ;;
@@ -86,6 +87,11 @@ class Outcome:
 NO_KERNELS = r"Without compiled kernels \(transformer-engine-torch causal-conv1d mamba-ssm\): "
 HOSTS = {
     "no GPU": (Host(smi=None, nvcc=None), Outcome("cpu")),
+    "no libnuma": (
+        Host(smi=None, nvcc=None, variables={"NO_NUMA": "1"}),
+        Outcome("refused", "apt-get install libnuma1"),
+    ),
+    "GPUs, no libnuma": (Host(variables={"NO_NUMA": "1"}), Outcome("gpu")),
     "nvidia-smi prints nothing": (Host(smi="#!/bin/bash\n"), Outcome("cpu", r"lists no GPU \(it says nothing\)")),
     "an empty file called nvidia-smi": (Host(smi=""), Outcome("cpu", r"lists no GPU")),
     "no driver behind nvidia-smi": (
