@@ -21,6 +21,27 @@ class Metric(NamedTuple):
     """NeMo RL's name, under which loggers get it."""
 
 
+class EngineWork(NamedTuple):
+    """Work of an engine in some time, or of several."""
+
+    seconds: float = 0.0
+    """Time with a rollout to work on."""
+    num_drawn: int = 0
+    """Tokens that it has drawn."""
+    num_recomputed: int = 0
+    """Tokens computed again, as the cache was too small for all rollouts that ran."""
+
+    def plus(self, other: EngineWork) -> EngineWork:
+        return EngineWork(
+            self.seconds + other.seconds,
+            self.num_drawn + other.num_drawn,
+            self.num_recomputed + other.num_recomputed,
+        )
+
+    def since(self, earlier: EngineWork) -> EngineWork:
+        return self.plus(EngineWork(-earlier.seconds, -earlier.num_drawn, -earlier.num_recomputed))
+
+
 ACCURACY, PHASES, HIDDEN = (
     "Held-out accuracy, or mean reward",
     "Seconds by phase",
@@ -92,6 +113,7 @@ METRICS: dict[str, Metric] = {
     "time/reward_hidden": Metric("hidden", "reward={:.1f}s", HIDDEN),
     "time/checkpoint_hidden": Metric("hidden", "ckpt={:.1f}s", HIDDEN),
     "rollout/tokens_per_s": Metric(chart="Tokens per second"),
+    "rollout/recomputed_fraction": Metric(chart="Tokens computed again, for each one drawn"),
     "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens per second"),
     "val/mean_length": Metric(nemo_rl="validation/avg_length"),
 }
@@ -119,7 +141,7 @@ SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
 
 _UNLIKE = re.compile(
     r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|reward_restarts|"
-    r"num_engine_restarts|num_engines|kept_groups|buffer_size)$"
+    r"num_engine_restarts|num_engines|kept_groups|buffer_size|recomputed_fraction)$"
 )
 
 

@@ -37,6 +37,7 @@ from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.config.texts import rounded
+from mrl.metrics import EngineWork
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
 from mrl.plan.hardware import local_gpu
@@ -61,10 +62,8 @@ CALLERS_PER_GATEWAY, OTHER_CALLERS = 2, 3
 LISTEN_S = 1.0
 
 
-Polled = tuple[list[RolloutInfo], float]
-"""Result of one poll of an engine: the rollouts that it finished, and the seconds in which it had a rollout
-to work on.
-"""
+Polled = tuple[list[RolloutInfo], EngineWork]
+"""Result of one poll of an engine: the rollouts that it finished, and its work since the last poll."""
 
 
 class EngineActor:
@@ -72,6 +71,8 @@ class EngineActor:
         start_actor_process(log_file, secrets)
         self._secrets = secrets
         self._thread = EngineThread()
+        self._told = EngineWork()
+        """Work of the engine that polls have told of."""
 
     def build(
         self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], version: int | None
@@ -157,7 +158,10 @@ class EngineActor:
             else:
                 spans.stretch("generate", start, **self._memory(start))
                 spans.end_stretch()
-        return ([RolloutInfo.of(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
+        now = EngineWork(0.0, self.engine.num_drawn, self.engine.num_recomputed)
+        told, self._told = now.since(self._told), now
+        work = told._replace(seconds=time.monotonic() - start)
+        return ([RolloutInfo.of(rollout) for rollout in finished], work), pack(finished)
 
     def unfinished(self) -> list[Rollout]:
         """Rollouts that no poll has handed out, as far as they are sampled; see `Engine.unfinished`."""
@@ -190,8 +194,8 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks) -> None:
         self.config, self.placement = config, placement
         self.are_colocated = config.policy.generation.colocated.enabled
-        self.busy_s = 0.0
-        """Seconds in which engines had a rollout to work on, added up over the engines."""
+        self.work = EngineWork()
+        """Work of all engines for the rollouts of `book`, and tokens for callers beside these."""
         at_least = config.policy.generation.min_num_engines
         self.is_elastic = at_least is not None
         """True when engines may leave and join, as long as `min_num_engines` serve."""
@@ -297,11 +301,11 @@ class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
     async def _carry(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         polled: Polled
         polled, payload = await self._answer(self.handles[index].poll, index, requests, POLL_BUDGET_S)
-        finished, busy_s = polled
+        finished, work = polled
         if finished and self.is_elastic:
             # Its node, where Ray keeps this, may be lost before a step trains on it.
             payload = put(await self._kept(index, payload))
-        self.busy_s += busy_s
+        self.work = self.work.plus(work)
         return {
             info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place))
             for place, info in enumerate(finished)

@@ -20,6 +20,7 @@ from mrl.cluster.tasks import GENERATION, Silence
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import rounded
 from mrl.data.order import LengthHints
+from mrl.metrics import EngineWork
 from mrl.types import (
     Prompt,
     PromptKey,
@@ -80,7 +81,7 @@ class RolloutCollector:
         """Their rollouts without a verdict, as far as the driver has heard that they are sampled."""
         self._hints = LengthHints()
         self._num_missing = 0
-        self._busy_s = 0.0
+        self._work = EngineWork()
 
     def ask(
         self,
@@ -183,10 +184,11 @@ class RolloutCollector:
         judged = groups if self.effort is None else [shape_effort(group, self.effort) for group in groups]
         return list(judged), self.rewards.take_seconds()
 
-    def take_busy_s(self) -> float:
-        """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
-        before, self._busy_s = self._busy_s, self.engines.busy_s
-        return (self._busy_s - before) / max(1, len(self.engines.serving))
+    def take_work(self) -> EngineWork:
+        """Work of the engines since the last call: tokens of all, and seconds as a mean over the engines."""
+        before, self._work = self._work, self.engines.work
+        work = self._work.since(before)
+        return work._replace(seconds=work.seconds / max(1, len(self.engines.serving)))
 
     async def _rollout(self, group: RolloutGroup, index: int, sampling: SamplingParams) -> None:
         """Samples a turn and has it judged; then the next one, or the rollout ends."""

@@ -82,6 +82,8 @@ class Supplied:
     """All groups that the step looked at."""
     seconds: float
     """Seconds that the engines had for the groups."""
+    num_drawn: int
+    """Tokens that the engines drew in these, of whatever group; 0: unknown, as agents ask them over HTTP."""
     metrics: dict[str, float]
 
     @property
@@ -166,7 +168,7 @@ class RolloutQueue:
         num_batches = 0
         if not plan.samples_ahead:
             # Validation used the engines too, but not for this step.
-            self._source.take_busy_s()
+            self._source.take_work()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
                 masked = [
@@ -200,16 +202,18 @@ class RolloutQueue:
         before, self._taken_at = self._taken_at, time.monotonic()
         # 0 where an earlier attempt has sampled all of them.
         seconds = max(1e-9, self._taken_at - before if plan.samples_ahead else clock.seconds("generation"))
-        busy_s = self._source.take_busy_s()
+        work = self._source.take_work()
         if plan.samples_ahead and num_batches > 0:
-            clock.overlap("generation", busy_s)
+            clock.overlap("generation", work.seconds)
         metrics = self._metrics(groups, sampled, state.weight_version)
         if plan.max_batches is not None:
             metrics["train/dynamic_sampling_num_gen_batches"] = float(num_batches)
             metrics["train/dynamic_sampling_num_discarded_valid_samples"] = float(num_discarded)
-        if busy_s > 0:  # agents ask over HTTP, which is not counted here
-            metrics["rollout/engine_idle_fraction"] = max(0.0, 1.0 - busy_s / seconds)
-        return Supplied(groups, dropped, sampled or groups, seconds, metrics)
+        if work.seconds > 0:  # agents ask over HTTP, which is not counted here
+            metrics["rollout/engine_idle_fraction"] = max(0.0, 1.0 - work.seconds / seconds)
+        if work.num_drawn:
+            metrics["rollout/recomputed_fraction"] = work.num_recomputed / work.num_drawn
+        return Supplied(groups, dropped, sampled or groups, seconds, work.num_drawn, metrics)
 
     def _metrics(
         self, groups: Sequence[RolloutGroup], sampled: Sequence[RolloutGroup], weight_version: int

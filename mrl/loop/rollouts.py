@@ -101,6 +101,7 @@ class RolloutSupplier:
             supplied.sampled,
             self.config.rollouts,
             seconds=supplied.seconds,
+            num_drawn=supplied.num_drawn,
             num_engine_restarts=engines.book.num_restarts,
         )
         if engines.is_elastic:

@@ -11,13 +11,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import numpy as np
 from vllm import CompletionOutput, LLMEngine, RequestOutput
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -34,9 +36,10 @@ from mrl.refit import Refused
 from mrl.refit.inputs import Part, WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
+from mrl.rollout.concurrency import Concurrency
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.environment import EngineNodes, drop_names_of_shared_memory
-from mrl.rollout.groups import as_one, start_groups
+from mrl.rollout.groups import GroupScheduler, as_one, start_groups
 from mrl.rollout.held_adapters import adapter_request
 from mrl.rollout.requests import rollout_of, sampling_params, unfinished_rollout
 from mrl.spans import memory_facts, process_key
@@ -60,7 +63,7 @@ class _Unfinished:
 class Engine:
     """One engine: all workers, and the scheduler. Samples only between a completed refit and the next one.
 
-    `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start.
+    `weight_version` is None until the first refit is complete. `num_steps` counts since the start.
     `llm` is vLLM's engine.
     """
 
@@ -113,6 +116,10 @@ class Engine:
         )
         if num_tokens:
             self._workers("limit_vocabulary", num_tokens)
+        scheduler = self._core.scheduler
+        schedulers = scheduler.schedulers if isinstance(scheduler, GroupScheduler) else [scheduler]
+        is_bounded = config.vllm_cfg.adaptive_concurrency
+        self.concurrency = [Concurrency(cast(Scheduler, one), is_bounded=is_bounded) for one in schedulers]
         self._adapter = None if adapters is None else adapter_request()
         if adapters is not None:
             self._workers("hold_adapter")
@@ -136,7 +143,21 @@ class Engine:
         self._num_refits = 0
         self.weight_version: int | None = None
         self.num_steps = 0
-        self.num_tokens = 0
+
+    @property
+    def _core(self) -> EngineCore:
+        assert isinstance(self.llm.engine_core, InprocClient)
+        return self.llm.engine_core.engine_core
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens drawn since the start, also for callers and of requests that were aborted."""
+        return sum(one.num_drawn for one in self.concurrency)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Tokens computed again since the start, whose cache was given to other requests."""
+        return sum(one.num_recomputed for one in self.concurrency)
 
     @property
     def num_unfinished(self) -> int:
@@ -174,7 +195,6 @@ class Engine:
         self._advance(self.weight_version)
         self.num_steps += 1
         finished, self._finished = self._finished, []
-        self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
         return finished
 
     def _advance(self, weight_version: int) -> None:
@@ -214,8 +234,7 @@ class Engine:
 
     def settle(self) -> None:
         """Waits for the passes vLLM has begun, and begins none: weights, caches and requests may change only then."""
-        assert isinstance(self.llm.engine_core, InprocClient)
-        core = self.llm.engine_core.engine_core
+        core = self._core
         if not core.batch_queue or self.weight_version is None:
             return
         # A paused scheduler has nothing to compute, so that a step takes in a result.

@@ -17,8 +17,9 @@ from conversion.files.hf_folder import read_config
 from mrl.config.fp8 import MX, form_of, kept_layers
 from mrl.config.model import sizes_of
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
-from mrl.config.schema.generation import GenerationConfig
+from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.rollout.environment import EngineNodes
+from mrl.rollout.held_adapters import check_experts, experts_are_shuffled_here
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def engine_arguments(
             "quantization": form_of(config, sizes),
             "quantization_config": {"ignore": kept_layers(config, sizes)},
         }
-    arguments |= _adapters(model_dir, adapters) | _nodes(nodes)
+    arguments |= _adapters(model_dir, vllm_cfg, adapters) | _nodes(nodes)
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
     arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
     if is_cpu or arguments.get("quantization") == MX:
@@ -102,10 +103,12 @@ def engine_arguments(
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
 
 
-def _adapters(model_dir: str, adapters: HeldAdapters | None) -> dict[str, object]:
+def _adapters(model_dir: str, vllm_cfg: VllmConfig, adapters: HeldAdapters | None) -> dict[str, object]:
     if adapters is None:
         return {}
     hf_config = read_config(Path(model_dir) / "config.json")
+    if experts_are_shuffled_here():
+        check_experts(hf_config, vllm_cfg)
     return {
         "enable_lora": True,
         "max_loras": 1,

@@ -152,14 +152,14 @@ class GroupScheduler(SchedulerInterface):
     """All groups' schedulers as one. A request comes to the group with fewest; a question's answers stay together."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        self._schedulers = schedulers
+        self.schedulers = schedulers
 
     def schedule(self, throttle_prefills: bool = False) -> GroupsOutput:
-        return GroupsOutput([scheduler.schedule(throttle_prefills) for scheduler in self._schedulers])
+        return GroupsOutput([scheduler.schedule(throttle_prefills) for scheduler in self.schedulers])
 
     def get_grammar_bitmask(self, scheduler_output: GroupsOutput) -> list[GrammarOutput | None] | None:
         found: list[GrammarOutput | None] = []
-        for scheduler, part in zip(self._schedulers, scheduler_output.groups, strict=True):
+        for scheduler, part in zip(self.schedulers, scheduler_output.groups, strict=True):
             grammar = scheduler.get_grammar_bitmask(part)
             # The next group's bits come into the same buffer.
             found.append(grammar and replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy()))
@@ -168,7 +168,7 @@ class GroupScheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: GroupsOutput, model_runner_output: Sequence[ModelRunnerOutput]
     ) -> dict[int, EngineCoreOutputs]:
-        parts = zip(self._schedulers, scheduler_output.groups, model_runner_output, strict=True)
+        parts = zip(self.schedulers, scheduler_output.groups, model_runner_output, strict=True)
         found = [scheduler.update_from_output(part, output) for scheduler, part, output in parts]
         # The one client of an engine in this process is number 0.
         return {
@@ -181,48 +181,48 @@ class GroupScheduler(SchedulerInterface):
         # vLLM adds the answers to a question as `0_ID`, `1_ID`, ... in one call; their routes are asked for together,
         # too.
         first = f"0_{request.request_id.partition('_')[2]}"
-        siblings = [scheduler for scheduler in self._schedulers if first in scheduler.requests]
-        min(siblings or self._schedulers, key=Scheduler.get_num_unfinished_requests).add_request(request)
+        siblings = [scheduler for scheduler in self.schedulers if first in scheduler.requests]
+        min(siblings or self.schedulers, key=Scheduler.get_num_unfinished_requests).add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         named = [request_ids] if isinstance(request_ids, str) else request_ids and list(request_ids)
-        return [one for scheduler in self._schedulers for one in scheduler.finish_requests(named, finished_status)]
+        return [one for scheduler in self.schedulers for one in scheduler.finish_requests(named, finished_status)]
 
     def get_num_unfinished_requests(self) -> int:
-        return sum(scheduler.get_num_unfinished_requests() for scheduler in self._schedulers)
+        return sum(scheduler.get_num_unfinished_requests() for scheduler in self.schedulers)
 
     def has_finished_requests(self) -> bool:
-        return any(scheduler.has_finished_requests() for scheduler in self._schedulers)
+        return any(scheduler.has_finished_requests() for scheduler in self.schedulers)
 
     def has_requests(self) -> bool:
-        return any(scheduler.has_requests() for scheduler in self._schedulers)
+        return any(scheduler.has_requests() for scheduler in self.schedulers)
 
     @property
     def pause_state(self) -> PauseState:
-        return self._schedulers[0].pause_state
+        return self.schedulers[0].pause_state
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.set_pause_state(pause_state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return all(
-            [scheduler.reset_prefix_cache(reset_running_requests, reset_connector) for scheduler in self._schedulers]
+            [scheduler.reset_prefix_cache(reset_running_requests, reset_connector) for scheduler in self.schedulers]
         )
 
     def reset_encoder_cache(self) -> None:
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.reset_encoder_cache()
 
     def get_request_counts(self) -> tuple[int, int]:
-        counts = [scheduler.get_request_counts() for scheduler in self._schedulers]
+        counts = [scheduler.get_request_counts() for scheduler in self.schedulers]
         return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
 
     def make_stats(self) -> SchedulerStats | None:
         return None
 
     def shutdown(self) -> None:
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.shutdown()
 
     def update_draft_token_ids(self, draft_token_ids: object) -> NoReturn:

@@ -79,11 +79,17 @@ class Clock:
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int
+    groups: Sequence[RolloutGroup],
+    grpo: GrpoConfig,
+    *,
+    seconds: float,
+    num_engine_restarts: int,
+    num_drawn: int = 0,
 ) -> dict[str, float]:
     """Rewards (scaled and shaped, of rollouts with one), lengths and rates of a step whose generation took `seconds`.
 
-    An earlier attempt has sampled kept tokens, in other seconds.
+    In these the engines drew `num_drawn` tokens, also of groups that later steps take. Where that is unknown (0), it is
+    the tokens of `groups` without kept ones, which an earlier attempt has sampled.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -91,7 +97,7 @@ def rollout_metrics(
     own = reward_metrics(rewards)
     lengths = np.array([rollout.num_trained for rollout in rollouts])
     num_kept = sum(group.is_kept for group in groups)
-    num_sampled = int(lengths.sum()) - sum(group.num_kept_tokens for group in groups)
+    num_drawn = num_drawn or int(lengths.sum()) - sum(group.num_kept_tokens for group in groups)
     return {
         **{f"train/{name}": value for name, value in own.items() if name != NUM_JUDGED},
         **({"train/reward_min": min(rewards), "train/reward_max": max(rewards)} if rewards else {}),
@@ -105,7 +111,7 @@ def rollout_metrics(
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "rollout/groups_without_signal": float(sum(not has_signal(group, grpo) for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
-        "rollout/tokens_per_s": num_sampled / seconds,
+        "rollout/tokens_per_s": num_drawn / seconds,
         **({"rollout/kept_groups": float(num_kept)} if num_kept else {}),
         **_speculation_metrics([rollout.proposals for rollout in rollouts]),
         **environment_metrics(groups, stage="rollout"),

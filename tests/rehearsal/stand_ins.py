@@ -26,6 +26,7 @@ from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from conversion.families.common import MegatronCoords, MegatronParallel
+from mrl.cluster.engines import Polled
 from mrl.cluster.payload import Packed, pack
 from mrl.cluster.rewards import Judged, Unjudged
 from mrl.cluster.runtime import ray_runtime
@@ -36,6 +37,7 @@ from mrl.data.turns import Ending
 from mrl.envs.scorer import RewardLoad
 from mrl.loop import rollouts
 from mrl.loop.run import Budget, Run
+from mrl.metrics import EngineWork
 from mrl.recipes import tokenizer
 from mrl.refit.exchange import GpuHandles
 from mrl.refit.pull import VerifyReport
@@ -157,14 +159,13 @@ class EngineStandIn:
     def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object], version: int | None) -> None:
         self.num_workers = config.policy.generation.vllm_cfg.tensor_parallel_size
 
-    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
+    def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
         tokens = np.zeros(self.shape.payload_tokens, np.int32)
         sampled = [
             Rollout(request, self.weight_version, tokens, tokens.astype(np.float32), "stop") for request in requests
         ]
-        return ([replace(RolloutInfo.of(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(
-            sampled
-        )
+        found = [replace(RolloutInfo.of(rollout), length=self.shape.num_tokens) for rollout in sampled]
+        return (found, EngineWork(0.1, self.shape.num_tokens * len(found))), pack(sampled)
 
     def call(self, verb: str, *arguments: object) -> object:
         if verb in ("set_weight_version", "serve"):

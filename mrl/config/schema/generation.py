@@ -124,6 +124,10 @@ class VllmConfig:
     max_num_batched_tokens: Positive | None = None
     """Tokens of one engine step, or of a group's; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no
     more or the cache needs the room."""
+    adaptive_concurrency: bool = False
+    """Fewer rollouts run at once where the cache is too small for all, so that under 1% of the tokens are computed
+    again (`rollout/recomputed_fraction`); see docs/rollouts.md.
+    """
     enable_prefix_caching: bool | None = None
     """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay
     decides itself.

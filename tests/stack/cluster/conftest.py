@@ -15,6 +15,7 @@ from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttri
 from ray.cluster_utils import Cluster
 
 from tests.sources import search_path
+from tests.waiting import HANG_S
 
 
 @contextmanager
@@ -32,7 +33,10 @@ def ray_nodes(
     (token := tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     AuthenticationTokenLoader.instance().reset_cache()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors[0], "include_dashboard": False})
+    head: dict[str, object] = {"num_cpus": processors[0], "include_dashboard": False}
+    # A node whose raylet a busy host starves is not lost; one that has ended is noticed all the same.
+    head["_system_config"] = {"health_check_timeout_ms": round(HANG_S * 1000)}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for place, number in enumerate(processors[1:], 2):
         cluster.add_node(num_cpus=number, num_gpus=last_gpus if place == len(processors) else 0)
     monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))

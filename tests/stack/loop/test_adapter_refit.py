@@ -8,9 +8,11 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import openai
 import pytest
 import torch
 
@@ -28,8 +30,11 @@ from tests import models
 from tests.drivers import do, opened, train_step
 from tests.parity import Parity, hf_scores
 from tests.rollouts import random_requests
+from tests.stack.cluster.conftest import ray_nodes
 from tests.stack.loop.conftest import DEADLINE_S, SMALL, LiveRun, toss_coins, write_inputs
 from tests.stack.loop.test_refit import expect_refused, is_prevented_from_sampling, process_id, recover
+from tests.stack.rollout.test_http import completion
+from tests.waiting import HANG_S
 
 ADAPTERS = [
     "policy.megatron_cfg.peft.enabled=true",
@@ -40,10 +45,9 @@ ADAPTERS = [
 DENSE = ["policy.megatron_cfg.expert_model_parallel_size=1", "policy.megatron_cfg.optimizer.lr=0.01"]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
-    """Four ranks (TP2 x DP2), and two engines of two workers each."""
-    folder = tmp_path_factory.mktemp("adapters")
+@contextmanager
+def run_with_adapters(folder: Path, *further: str) -> Iterator[LiveRun]:
+    """A run whose engines hold adapters, have two workers each, and answer over HTTP."""
     inputs = write_inputs(folder)
     tokenizer.save(models.save_model(folder / "qwen3", "qwen3", max_position_embeddings=2048), model_max_length=1280)
     (folder / "qwen3/generation_config.json").write_text((folder / "model/generation_config.json").read_text())
@@ -53,9 +57,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
         *SMALL,
         *DENSE,
         *ADAPTERS,
-        "policy.generation.num_cpu_engines=2",
         "policy.generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.generation.vllm_cfg.expose_http_server=true",
         "checkpointing.save_period=1000",
+        *further,
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MRL_CACHE", str(folder / "cache"))
@@ -66,6 +71,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
         with run_folder, opened(training.open(run_folder, Budget(None, started=time.monotonic()))) as run:
             run.supplier.session.rewards.apply(toss_coins)
             yield LiveRun(run, do(run.resume(run_folder.newest_checkpoint())), config)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    """Four ranks (TP2 x DP2), and two engines."""
+    with run_with_adapters(tmp_path_factory.mktemp("adapters"), "policy.generation.num_cpu_engines=2") as run:
+        yield run
 
 
 # Functions that run in an engine.
@@ -124,7 +136,8 @@ def test_refits_move_the_adapters_alone(live: LiveRun):
     assert 0 < report.verified_bytes < whole / 2
 
 
-def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
+def assert_engines_compute_what_peft_does(live: LiveRun, folder: Path) -> None:
+    """Trains, and compares all engines, over HTTP too, with transformers and PEFT on the exported adapters."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -136,14 +149,14 @@ def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
     live.run.saver.begin(live.state)
     live.run.saver.finish()
     step = live.run.folder.path / f"step_{live.state.step}"
-    assert convert(["adapters", "--mcore", str(step), "--out", str(tmp_path / "peft")]) == 0
+    assert convert(["adapters", "--mcore", str(step), "--out", str(folder / "peft")]) == 0
     base = AutoModelForCausalLM.from_pretrained(live.config.policy.model_name, dtype=torch.float32)
     requests = random_requests(24)
     together = live.on_engines(sampled, requests)
     plain, parity, scores = Parity(), Parity(), {}
     for key, rollout in together[0].items():
         scores[key] = hf_scores(base, rollout.request.context_ids, rollout.token_ids.tolist())
-    tuned = cast(PreTrainedModel, PeftModel.from_pretrained(base, tmp_path / "peft").eval())
+    tuned = cast(PreTrainedModel, PeftModel.from_pretrained(base, folder / "peft").eval())
     for key, rollout in together[0].items():
         parity.add(
             rollout.generator_logprobs, hf_scores(tuned, rollout.request.context_ids, rollout.token_ids.tolist())
@@ -151,11 +164,32 @@ def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
         plain.add(rollout.generator_logprobs, scores[key])
     parity.check(min_tokens=300)
     assert plain.max_difference > 1e-3
-    # Alone or together, and on either engine, a request gives the same bits.
-    for one in requests[:4]:
-        (alone, _) = live.on_engines(sampled, [one])
-        for found in together:
-            assert (alone[one.request_id].generator_logprobs == found[one.request_id].generator_logprobs).all()
+    # Alone or together, on any engine, and over HTTP, a request gives the same bits.
+    gateways = live.run.supplier.session.collector.gateways
+    assert gateways is not None
+    url = f"{gateways.urls[0]}/engines/0/v1"
+    with openai.OpenAI(base_url=url, api_key=gateways.api_key, max_retries=0, timeout=HANG_S) as client:
+        for one in requests[:4]:
+            alone, *_ = live.on_engines(sampled, [one])
+            (choice,) = completion(client, list(one.token_ids), seed=one.seed, max_tokens=16).choices
+            for found in together:
+                rollout = found[one.request_id]
+                assert (alone[one.request_id].generator_logprobs == rollout.generator_logprobs).all()
+                assert choice.token_ids == rollout.token_ids.tolist()
+                assert choice.logprobs.token_logprobs == rollout.generator_logprobs.tolist()
+
+
+def test_engines_compute_what_peft_does(live: LiveRun, tmp_path: Path):
+    assert_engines_compute_what_peft_does(live, tmp_path)
+
+
+@pytest.mark.long("nodes")
+def test_an_engine_over_two_nodes_computes_what_peft_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    nodes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1"]
+    with ray_nodes(tmp_path, monkeypatch, 1, 1), run_with_adapters(tmp_path, *nodes) as live:
+        (slots,) = live.run.supplier.session.engines.placement.engines
+        assert slots.parts(live.run.supplier.session.engines.placement.node_of) == [(0,), (1,)]
+        assert_engines_compute_what_peft_does(live, tmp_path)
 
 
 def test_a_flipped_byte_of_an_adapter_is_caught_by_name(live: LiveRun):

@@ -57,7 +57,10 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
-    """Starts an engine on a folder, or on the checkpoint with a seed; ends the one before it."""
+    """Starts an engine on a folder, or on the checkpoint with a seed; ends the one before it.
+
+    `cache_blocks`: number of blocks of the cache, and tokens of each.
+    """
     alive: list[Engine] = []
 
     def stop() -> None:
@@ -77,6 +80,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         speculation: Mapping[str, object] | None = None,
         quantization: str | None = None,
         adapters: HeldAdapters | None = None,
+        cache_blocks: tuple[int, int] | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
         with nullcontext() if "mrl.rollout.engine" in sys.modules else importing():
@@ -88,6 +92,8 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         folder = checkpoint(model) if isinstance(model, int) else model
         kwargs: dict[str, object] = {} if speculation is None else {"speculative_config": dict(speculation)}
         kwargs |= {} if quantization is None else {"quantization": quantization}
+        if cache_blocks is not None:
+            kwargs |= dict(zip(("num_gpu_blocks_override", "block_size"), cache_blocks, strict=True))
         generation = GenerationConfig(max_new_tokens=16, vllm_cfg=settings, vllm_kwargs=kwargs)
         with no_collections():
             engine = Engine(

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from conversion.adapters import HOLDING_FAMILIES, RANKS, HeldAdapters, adapted_layers, factor_names
 from conversion.families.registry import family
+from mrl.config.schema.generation import VllmConfig
 from mrl.refit import RefitError
+from mrl.rollout.held_adapters import check_experts, experts_are_shuffled_here
 from tests import models
 from tests.parity import Parity, hf_scores
 from tests.rollouts import StartEngine, differences, random_requests, run
@@ -36,6 +38,16 @@ def exported(folder: Path, out: Path) -> tuple[HeldAdapters, dict[str, torch.Ten
         for letter, name in zip("AB", names, strict=True):
             factors[name] = values[f"{module}.lora_{letter}.weight"] * (ALPHA / DIM if letter == "B" else 1.0)
     return HeldAdapters(layers, DIM), factors
+
+
+def test_experts_that_flashinfer_would_shuffle_are_refused():
+    held = {"moe_intermediate_size": 768}
+    check_experts({}, VllmConfig())
+    check_experts(held, VllmConfig(tensor_parallel_size=4))  # 192 a worker: vLLM takes Triton's
+    for tp, ep in ((1, 1), (2, 1), (4, 4)):
+        with pytest.raises(ValueError, match=r"peft.merge=false: .* FlashInfer, .* set it to true"):
+            check_experts(held, VllmConfig(tensor_parallel_size=tp, expert_parallel_size=ep))
+    assert not experts_are_shuffled_here()
 
 
 @pytest.mark.parametrize("model_type", HOLDING_FAMILIES)

@@ -15,6 +15,7 @@ import pytest
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.tasks import BackgroundTasks
 from mrl.loop.queue import RolloutQueue
+from mrl.metrics import EngineWork
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
 from mrl.store.ledger import Ledger
 from mrl.store.summary import Clock
@@ -83,8 +84,8 @@ class Agents:
     async def drain(self) -> None:
         """Nothing: weights change under way."""
 
-    def take_busy_s(self) -> float:
-        return 0.0
+    def take_work(self) -> EngineWork:
+        return EngineWork()
 
     def stop(self) -> None:
         for rollout in self.rollouts:

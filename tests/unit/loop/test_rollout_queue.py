@@ -22,6 +22,7 @@ from mrl.data.prompts import load_prompts
 from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, open_queue
 from mrl.loop.run import Stopped
 from mrl.loop.signal_watch import NoSignal
+from mrl.metrics import EngineWork
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.console import step_lines
 from mrl.store.ledger import Ledger, replay
@@ -86,10 +87,10 @@ class Groups:
             del self.under_way[group.key]
         return list(groups), 0.0
 
-    busy_s: float = 0.0
+    work: EngineWork = EngineWork()
 
-    def take_busy_s(self) -> float:
-        return self.busy_s
+    def take_work(self) -> EngineWork:
+        return self.work
 
 
 def finish(group: RolloutGroup, rewards: Sequence[float], *, length: int = 4) -> None:
@@ -187,14 +188,16 @@ def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
     assert len(source.asked) == 12 and not source.under_way and not replay(ledger.path).taken
 
 
-def test_engines_that_only_agents_ask_have_no_idle_share(tmp_path: Path):
-    shares = []
-    for busy_s in (0.0, 1e-9):
-        ledger = Ledger(tmp_path / f"{busy_s}.jsonl")
-        source = Groups(busy_s=busy_s)
+def test_the_work_of_engines_that_only_agents_ask_is_unknown(tmp_path: Path):
+    found = []
+    for work in (EngineWork(), EngineWork(1e-9, 200, 3)):
+        ledger = Ledger(tmp_path / f"{work.num_drawn}.jsonl")
+        source = Groups(work=work)
         (supplied,) = run(queue_of(plan(), source, ledger, prompts(2), SAMPLING, last_step=1), ledger, steps=1)
-        shares.append(supplied.metrics.get("rollout/engine_idle_fraction"))
-    assert shares[0] is None and shares[1] is not None and 0 <= shares[1] < 1
+        found.append((supplied.num_drawn, supplied.metrics.get("rollout/recomputed_fraction")))
+        share = supplied.metrics.get("rollout/engine_idle_fraction")
+        assert share is None if not work.seconds else share is not None and 0 <= share < 1
+    assert found == [(0, None), (200, 3 / 200)]
 
 
 def test_in_flight_updates_do_not_wait(ledger: Ledger):

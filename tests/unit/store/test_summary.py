@@ -84,6 +84,9 @@ def test_rates_are_of_tokens_that_this_attempt_has_generated():
         for groups in (GROUPS, kept)
     ]
     assert rates == [(6 * 10 + 2 * 6) / 2, (6 * 10 + 2 * 6 - 13) / 2]
+    # A step that takes the first groups drew also for others, and what earlier steps drew of these is not its own.
+    drawn = rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0, num_drawn=30)
+    assert drawn["rollout/tokens_per_s"] == 15
 
 
 def test_an_environment_where_all_failed_has_no_reward_to_show():
