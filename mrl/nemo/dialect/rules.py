@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates NeMo RL's keys that need more than renaming: the DTensor backend, NeMo Gym's servers, and old forms.
+"""Translates NeMo RL's keys that need more than renaming: DTensor backend, its optimizer and schedule, and old forms.
 
 One backend is active, as in NeMo RL, and keys of the other have no effect.
 """
@@ -7,19 +7,25 @@ One backend is active, as in NeMo RL, and keys of the other have no effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
-from mrl.config.errors import COMMAND_LINE
-from mrl.config.files import Key, Settings, split_key
+from mrl.config.errors import COMMAND_LINE, FROM, Problem, spell
+from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
+from mrl.config.migration import Note
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
-from mrl.nemo.dialect.optimizers import MEGATRON, SCHEDULER, translate_optimizer
-from mrl.nemo.dialect.tables import SAME_VALUE, TRANSLATED
-from mrl.nemo.dialect.translation import Translation
+from mrl.config.values import as_written
+from mrl.nemo.dialect.tables import GYM_COPIES, GYM_ENDPOINT, GYM_GLOBAL, GYM_HTTP, GYM_KINDS, SAME_VALUE, TRANSLATED
 
-DTENSOR = "policy.dtensor_cfg"
+MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
+OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+OPTIMIZERS = ("torch.optim.AdamW", FUSED_ADAM)
+_LR = 1e-3
+"""The default of both."""
+_OPTIONS = {"start_factor", "end_factor", "total_iters", "factor", "T_max", "eta_min"}
 LORA = f"{DTENSOR}.lora_cfg"
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
 FUSED_LAYERS: dict[str, tuple[str, ...]] = {
@@ -97,22 +103,63 @@ SERVERS: Key = (*GYM, "servers")
 JUDGES = "should_use_judge"
 """Name of the option that sends rows of a server to that server."""
 
-GYM_GLOBAL = frozenset(
-    "allow_openai_version_skew cache_dir default_host disallowed_ports head_server_deps hf_token "
-    "model_call_capture_dir model_endpoint_readiness_timeout_seconds nemo_gym_log_dir observability_enabled "
-    "pip_install_verbose policy_max_input_tokens port_range_high port_range_low profiling_enabled "
-    "profiling_results_dirpath python_version ray_head_node_address results_dir skip_venv_if_present use_absolute_ip "
-    "uv_cache_dir uv_pip_set_python uv_venv_dir verbose".split()
-)
-GYM_HTTP = ("global_aiohttp_", "gzip_responses_", "run_response_cache_", "uvicorn_")
-"""Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers, and beginnings of others."""
-ENDPOINT = ("_base_url", "_api_key", "_model_name")
-"""Endings of names by which NeMo Gym's config files ask for the address of a judge."""
-KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
-COPIES = ("_copy", "_delete_key", "_inherit_from")
-"""Keys with which a server takes over another one's options."""
-
 _OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
+
+
+@dataclass
+class Translation:
+    """Result of the rules for the settings of a config. Rules name keys of any model as those of `policy`."""
+
+    written: Settings
+    resolve: Callable[[str], object]
+    """The resolved value of a dotted key of `written`."""
+    section: str = "policy"
+    """The model's section to which the rules are applied."""
+    settings: Settings = field(default_factory=dict)
+    dropped: set[Key] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    without_effect: list[Note] = field(default_factory=list)
+    """Keys that nobody takes here, and why."""
+    different: list[Note] = field(default_factory=list)
+    """Keys with which NeMo RL does something else, and what mrl does."""
+
+    def name(self, key: str) -> str:
+        """The key of this section for a key of `policy`; any other key unchanged."""
+        return self.section + key.removeprefix("policy") if key.startswith("policy.") else key
+
+    def given(self, key: str) -> Setting | None:
+        """The setting of a dotted key, if the config has one."""
+        return self.written.get(split_key(self.name(key)))
+
+    def value_of(self, key: str) -> object:
+        """The resolved value of a dotted key."""
+        return self.resolve(self.name(key))
+
+    def set(self, source: str, setting: Setting, target: str, value: object) -> None:
+        """Sets `target` because of `source`, without a line of its own."""
+        self.settings[split_key(self.name(target))] = Setting(value, f"{setting.origin}{FROM}{self.name(source)}")
+
+    def put(self, source: str, setting: Setting, target: str, value: object) -> None:
+        """Sets `target` because of `source`, and reports it."""
+        self.set(source, setting, target, value)
+        self.lines.append(f"{describe(split_key(self.name(source)), setting)} -> {self.name(target)}={spell(value)}")
+
+    def put_same(self, source: str, target: str) -> None:
+        """Puts the value of `source`, if that is set, at `target`."""
+        if (setting := self.given(source)) is not None:
+            value = self.value_of(source)
+            self.put(
+                source, setting, target, as_written(setting, split_key(target)) if value == setting.value else value
+            )
+
+    def differ(self, source: str, setting: Setting, how: str) -> None:
+        """Reports that mrl reads `source` differently from NeMo RL, and how."""
+        self.different.append((split_key(self.name(source)), setting, how))
+
+    def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
+        """Reports that `source` cannot be translated."""
+        self.problems.append(wrong("translated", split_key(self.name(source)), setting, rule, way_out))
 
 
 def translate(settings: Settings, value_of: Callable[[str], object], sections: Sequence[str]) -> Translation:
@@ -174,7 +221,7 @@ def is_gyms(key: Key, value: object) -> bool:
     name, *rest = key[2:]
     if _is_global(name) or value in (None, {}):
         return True
-    return rest[0] in (*KINDS, *COPIES) if rest else name.endswith(ENDPOINT)
+    return rest[0] in (*GYM_KINDS, *GYM_COPIES) if rest else name.endswith(GYM_ENDPOINT)
 
 
 def _is_global(name: str) -> bool:
@@ -226,7 +273,7 @@ def _choose_backend(found: Translation) -> None:
         off = sorted(key for key in TRANSLATED if key.startswith(f"{LORA}.") and key != theirs)
         given = [(split_key(found.name(key)), found.given(key)) for key in off]
         found.without_effect += [(key, setting, "LoRA is off") for key, setting in given if setting is not None]
-    translate_optimizer(found)
+    _optimizer(found)
 
 
 def _lora(found: Translation) -> None:
@@ -264,6 +311,111 @@ def _lora(found: Translation) -> None:
             found.refuse(source, setting, rule, f"name them together, or set {found.name(target)} instead")
         else:
             found.put(source, setting, target, fused)
+
+
+def _optimizer(found: Translation) -> None:
+    betas, name = found.given(f"{OPTIMIZER}.kwargs.betas"), found.given(f"{OPTIMIZER}.name")
+    if betas is not None:
+        values = found.value_of(f"{OPTIMIZER}.kwargs.betas")
+        if isinstance(values, list) and len(values) == 2:
+            for beta, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
+                found.put(f"{OPTIMIZER}.kwargs.betas", betas, f"{MEGATRON}.optimizer.{beta}", value)
+        else:
+            found.refuse(f"{OPTIMIZER}.kwargs.betas", betas, "AdamW has two", "write for example [0.9, 0.999]")
+    if name is not None and (value := found.value_of(f"{OPTIMIZER}.name")) not in OPTIMIZERS:
+        found.refuse(f"{OPTIMIZER}.name", name, f"{value} is not supported", f"use {', '.join(OPTIMIZERS)}")
+    elif name is not None and value == FUSED_ADAM and found.given(f"{OPTIMIZER}.kwargs.weight_decay") is None:
+        found.put(f"{OPTIMIZER}.name", name, f"{MEGATRON}.optimizer.weight_decay", 0.0)  # its default, unlike AdamW's
+    own = split_key(found.name(f"{MEGATRON}.optimizer.lr"))
+    if (
+        name is not None
+        and found.given(f"{OPTIMIZER}.kwargs.lr") is None
+        and own not in {*found.written} - found.dropped
+    ):
+        found.put(f"{OPTIMIZER}.name", name, f"{MEGATRON}.optimizer.lr", _LR)
+    decay = f"{OPTIMIZER}.kwargs.weight_decay"
+    written = found.given(decay)
+    # Without the key, torch's AdamW has a decay of its own, and FusedAdam none.
+    if (
+        found.value_of(decay) != 0
+        if written is not None
+        else name is not None and found.value_of(f"{OPTIMIZER}.name") != FUSED_ADAM
+    ):
+        source, setting = (decay, written) if written is not None else (f"{OPTIMIZER}.name", name)
+        assert setting is not None
+        found.differ(
+            source,
+            setting,
+            "biases, norms and other vectors do not decay, as in Megatron; with DTensor all parameters do",
+        )
+    schedule = [
+        setting
+        for key, setting in found.written.items()
+        if key[:2] == (found.section, "scheduler") and setting.value is not None
+    ]
+    if not schedule and name is None:
+        return
+    scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
+    end: object = f"${{{found.name(MEGATRON)}.optimizer.lr}}"
+    setting = schedule[0] if schedule else name
+    assert setting is not None
+    if schedule:
+        try:
+            changed, last = _schedule(found)
+        except (KeyError, TypeError, ValueError):
+            rule = (
+                "translated are a LinearLR up to 1.0 and its end as milestone, then ConstantLR at 1.0, LinearLR "
+                "or CosineAnnealingLR, without further options"
+            )
+            found.refuse(SCHEDULER, setting, rule, f"set it to null and write {found.name(MEGATRON)}.scheduler")
+            return
+        scheduler, end = scheduler | changed, end if last is None else last
+        if scheduler["lr_decay_style"] == "cosine":
+            how = f"the rate stays low after step {scheduler['lr_decay_iters']}, where torch's rises again"
+            found.differ(SCHEDULER, setting, how)
+    source = SCHEDULER if schedule else f"{OPTIMIZER}.name"
+    for part, value in scheduler.items():
+        found.set(source, setting, f"{MEGATRON}.scheduler.{part}", value)
+    found.set(source, setting, f"{MEGATRON}.optimizer.min_lr", end)
+    values = ", ".join(
+        f"{part}={f'{value:g}' if isinstance(value, float) else value}" for part, value in scheduler.items()
+    )
+    alone = "" if schedule else f", without {found.name(SCHEDULER)}"
+    found.lines.append(f"{found.name(source)} ({setting.origin}){alone} -> {found.name(MEGATRON)}.scheduler: {values}")
+
+
+def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
+    """Megatron's schedule and last rate for a LinearLR warmup, if any, then ConstantLR, LinearLR or CosineAnnealingLR.
+
+    Raises:
+        KeyError, TypeError, ValueError: the schedule is another one.
+    """
+    written = found.value_of(SCHEDULER)
+    parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]
+    phases = [(str(part["name"]).rpartition(".")[2], part.get("kwargs") or {}) for part in parts if "name" in part]
+    milestones = [part["milestones"] for part in parts if "milestones" in part]
+    if unread := {name for kind, kwargs in phases for name in kwargs} - _OPTIONS:
+        raise ValueError(", ".join(sorted(unread)))
+    lr = found.settings.get(split_key(found.name(f"{MEGATRON}.optimizer.lr")))
+    peak = float(str(lr.value if lr is not None else found.value_of(f"{MEGATRON}.optimizer.lr")))
+    scheduler: dict[str, object] = {}
+    warmup, end = 0, None
+    if phases and phases[0][0] == "LinearLR" and float(phases[0][1].get("end_factor", 1.0)) == 1.0:
+        _, kwargs = phases.pop(0)
+        warmup = int(kwargs.get("total_iters", 5))
+        scheduler |= {"lr_warmup_iters": warmup, "lr_warmup_init": peak * float(kwargs.get("start_factor", 1 / 3))}
+    kind, kwargs = phases.pop(0) if phases else ("ConstantLR", {"factor": 1.0})
+    if kind == "CosineAnnealingLR":
+        scheduler |= {"lr_decay_style": "cosine", "lr_decay_iters": warmup + int(kwargs["T_max"])}
+        end = float(kwargs.get("eta_min", 0.0))
+    elif kind == "LinearLR" and float(kwargs.get("start_factor", 1 / 3)) == 1.0:
+        scheduler |= {"lr_decay_style": "linear", "lr_decay_iters": warmup + int(kwargs.get("total_iters", 5))}
+        end = peak * float(kwargs.get("end_factor", 1.0))
+    elif kind != "ConstantLR" or float(kwargs.get("factor", 1 / 3)) != 1.0:
+        raise ValueError(kind)
+    if phases or (milestones and milestones != [[warmup]] and (warmup or milestones != [[]])):
+        raise ValueError("further phases")
+    return scheduler, end
 
 
 def _single_controller(found: Translation) -> None:

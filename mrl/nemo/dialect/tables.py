@@ -137,3 +137,18 @@ REFUSED: Mapping[str, Foreign] = _foreign("refused") | _GPU_KEYS
 FOREIGN: Mapping[str, Foreign] = {**NO_EFFECT, **REFUSED}
 """Keys that product code does not read."""
 TRANSLATED = frozenset([*SAME_VALUE, *BY_RULE])
+
+GYM_GLOBAL = frozenset(
+    "allow_openai_version_skew cache_dir default_host disallowed_ports head_server_deps hf_token "
+    "model_call_capture_dir model_endpoint_readiness_timeout_seconds nemo_gym_log_dir observability_enabled "
+    "pip_install_verbose policy_max_input_tokens port_range_high port_range_low profiling_enabled "
+    "profiling_results_dirpath python_version ray_head_node_address results_dir skip_venv_if_present use_absolute_ip "
+    "uv_cache_dir uv_pip_set_python uv_venv_dir verbose".split()
+)
+GYM_HTTP = ("global_aiohttp_", "gzip_responses_", "run_response_cache_", "uvicorn_")
+"""Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers, and beginnings of others."""
+GYM_ENDPOINT = ("_base_url", "_api_key", "_model_name")
+"""Endings of names by which NeMo Gym's config files ask for the address of a judge."""
+GYM_KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+GYM_COPIES = ("_copy", "_delete_key", "_inherit_from")
+"""Keys with which a server takes over another one's options."""
