@@ -25,8 +25,21 @@ _late: set[Future] = set()
 
 
 def is_waiting() -> bool:
-    """Tells whether an abandoned call is still running, perhaps for ever: the process should then end without it."""
+    """True if an abandoned call is still running, perhaps for ever: the process should then end without it."""
     return not all(answer.done() for answer in _late)
+
+
+def deferred(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[Future[T], Callable[[], None]]:
+    """A call for another thread to make, by the function, and what it returns or raises, once it has."""
+    answer: Future[T] = Future()
+
+    def make_call() -> None:
+        try:
+            answer.set_result(call(*arguments, **options))
+        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+            answer.set_exception(error)
+
+    return answer, make_call
 
 
 class LimitedThread:
@@ -39,14 +52,7 @@ class LimitedThread:
 
     def begin(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Future[T]:
         """Makes a call after all earlier ones; what it returns, or raises, once it has."""
-        answer: Future[T] = Future()
-
-        def make_call() -> None:
-            try:
-                answer.set_result(call(*arguments, **options))
-            except BaseException as error:  # noqa: BLE001  whoever waits raises it
-                answer.set_exception(error)
-
+        answer, make_call = deferred(call, *arguments, **options)
         self._calls.put(make_call)
         return answer
 
@@ -78,6 +84,7 @@ class LimitedThread:
         # No deadline: an idle thread costs nothing, and ends with the process.
         for make_call in iter(self._calls.get, None):
             make_call()
+            del make_call  # with what it got and gave
 
 
 def within(limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +20,7 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, TypeVarTuple
 
+from conversion.files.limits import LimitedThread
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost
 
@@ -41,8 +41,8 @@ CALL_TIMEOUT_S = 60.0
 
 
 @cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "worker")
+def _worker() -> LimitedThread:
+    return LimitedThread("worker")
 
 
 async def in_worker(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -57,7 +57,7 @@ async def in_worker(function: Callable[P, T], *arguments: P.args, **options: P.k
         except (StopIteration, futures.CancelledError) as error:  # a loop takes these for its own
             raise RuntimeError(repr(error)) from error
 
-    work = asyncio.get_running_loop().run_in_executor(_worker(), at_work)
+    work = asyncio.wrap_future(_worker().begin(at_work))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

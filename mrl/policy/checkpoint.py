@@ -10,7 +10,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
+from conversion.files.limits import LimitedThread
 from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, WRITTEN, WriteReport, file_record, tell_written
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
@@ -180,9 +181,9 @@ class CheckpointWrite:
         self._begun_at = time.monotonic()
         self._written: Future[WriteReport]
         if group is not None:
-            executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._written = executor.submit(self._write, write, write_metadata)
-            executor.shutdown(wait=False)
+            thread = LimitedThread("checkpoint")
+            self._written = thread.begin(self._write, write, write_metadata)
+            thread.end()
         else:
             self._written = Future()
             self._written.set_result(self._write(write, write_metadata))

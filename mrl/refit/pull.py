@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Slot, lengths, tiling_fault
+from conversion.files.limits import LimitedThread
 from conversion.schedule import CHECKSUM_BYTES, Pull, Schedule
 from conversion.tensors import box_view, torch_dtype
 from conversion.texts import listed
@@ -117,16 +117,17 @@ class Puller:
         """Pulls and verifies each round of an attempt once ready, and returns the bytes written to the live tensors."""
         if self._own is None:
             return self._run(attempt, timeout_s)
-        with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(self._own.run, attempt, [self._worker], timeout_s=timeout_s)
-            try:
-                return self._run(attempt, timeout_s)
-            except BaseException:
-                self._own.leave(attempt)
-                raise
-            finally:
-                # The exchange's error comes first, as the pulls only wait for it. Its own deadline has ended it.
-                receiving.result(2 * timeout_s)
+        thread = LimitedThread("exchange")
+        receiving = thread.begin(self._own.run, attempt, [self._worker], timeout_s=timeout_s)
+        thread.end()
+        try:
+            return self._run(attempt, timeout_s)
+        except BaseException:
+            self._own.leave(attempt)
+            raise
+        finally:
+            # The exchange's error comes first, as the pulls only wait for it. Its own deadline has ended it.
+            receiving.result(2 * timeout_s)
 
     def _run(self, attempt: int, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s

@@ -15,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from starlette.exceptions import HTTPException
 
+from conversion.files.limits import deferred
 from mrl import spans
 from mrl.rollout.agent_session import AgentSession
 
@@ -236,14 +237,7 @@ class EngineThread:
 
     def do(self, function: Callable[[], T]) -> T:
         """Runs `function` in the thread, after earlier calls; returns its result, or raises its error."""
-        outcome = Future[T]()
-
-        def task() -> None:
-            try:
-                outcome.set_result(function())
-            except BaseException as error:  # whoever asked raises it
-                outcome.set_exception(error)
-
+        outcome, task = deferred(function)
         self._tasks.put(task)
         while not wait([outcome], timeout=LOOK_S).done:
             pass
