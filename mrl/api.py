@@ -328,7 +328,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
     from mrl.config.load import load_run
     from mrl.config.secrets import redact_text, start_logging
     from mrl.loop import rollouts
-    from mrl.loop.main import find_start, open_folder, start_run
+    from mrl.loop.main import find_start, open_folder, said_of_end, start_run
     from mrl.loop.run import Budget
 
     if isinstance(overrides, str | Mapping):
@@ -376,7 +376,7 @@ async def start(config: str | Path, overrides: Sequence[str] = ()) -> AsyncItera
         if listens and not must_exit:  # a second signal must not end an exit that other programs wait for
             LISTENER.stop()
     if code == DONE:
-        logger.info("Step %d of %d is done; report: %s", state.step, training.num_steps, folder.path / "report.html")
+        said_of_end(folder, state.step, training.num_steps)
     else:
         logger.info("%s", said)
         if must_exit:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.convert`: converts, compares and verifies weights of Hugging Face folders and Megatron checkpoints."""
+"""`python -m mrl.convert`: converts, compares and verifies weights, and empties the cache of converted models."""
 
 from __future__ import annotations
 

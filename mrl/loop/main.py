@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+from conversion.files.limits import within
 from mrl import ENVIRONMENT, check, env, startup
 from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
@@ -24,6 +26,7 @@ from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.loop.saving import SaveFailed
 from mrl.loop.signal_watch import NoSignal
+from mrl.rooms import write_report
 from mrl.shortage import is_shortage
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.about import attempt_changes, drop_log_folder
@@ -31,7 +34,7 @@ from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
 from mrl.store.disk import way_out
 from mrl.store.ownership import FolderLost
-from mrl.store.run_folder import RunFolder
+from mrl.store.run_folder import END_S, REPORT, RunFolder
 from mrl.store.summary import is_good_enough
 from mrl.types import RunState
 
@@ -50,9 +53,20 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
     folder = RunFolder(training.config, training.identity)
     LISTENER.cleanups.append(folder.give_back)
     folder.open()
-    LISTENER.cleanups.append(lambda: folder.note_end(*LISTENER.left))
+    LISTENER.cleanups.append(partial(end_at_once, folder))
     startup.lap("input")
     return folder
+
+
+def end_at_once(folder: RunFolder) -> None:
+    """Writes how a process ends that leaves its run at once, into the page, too, if there is one."""
+    folder.note_end(*LISTENER.left)
+    page = folder.path / REPORT
+    try:
+        if page.exists():
+            within(END_S, f"write of {page}", write_report, page, state="over")
+    except (OSError, ValueError) as error:
+        logger.warning("%s still says that the run goes on: %s", page, error)
 
 
 @asynccontextmanager
@@ -119,10 +133,17 @@ async def run_attempt(train: Train, training: Training[Supplier], folder: RunFol
         return True
     async with start_run(training, folder, checkpoint, budget) as (run, state):
         await train(run, state)
-    logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
+    said_of_end(folder, state.step, last_step)
     if Path(sys.prefix) == ENVIRONMENT and env.VIRTUAL_ENV.read() is None:
         logger.info("For further commands: source %s/bin/activate", ENVIRONMENT)
     return run.is_done(state)
+
+
+def said_of_end(folder: RunFolder, step: int, last_step: int) -> None:
+    """Logs the last lines of an attempt that ends well: its newest and best checkpoints, and the page."""
+    if best := folder.checkpoints.best_text():
+        logger.info("Checkpoints: %s", best)
+    logger.info("Step %d of %d is done; report: %s", step, last_step, folder.path / REPORT)
 
 
 def main(train: Train, arguments: Sequence[str] | None = None) -> int:

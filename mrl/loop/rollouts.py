@@ -203,6 +203,7 @@ class RolloutSupplier:
         mean = f"{what} {metrics.get('val/accuracy', 0.0):.3f} over {len(groups)} prompts"
         text = over_judged(mean, metrics[f"val/{NUM_JUDGED}"], metrics["val/num_samples"])
         logger.info("[Validate] step %d: %s%s", state.step, text, shown_components(metrics, "val"))
+        self.folder.checkpoints.check_measured(state.step, metrics)
         return metrics
 
 

@@ -17,8 +17,10 @@ from mrl.config.load import load_config
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.loop.main import end_at_once
 from mrl.ops.view.dumps import list_dumps
 from mrl.recipes.tokenizer import byte_tokenizer
+from mrl.signals import ENDED_AT_ONCE, LISTENER
 from mrl.store.checkpoints import Checkpoint, CheckpointStore, check_models
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
@@ -263,6 +265,20 @@ def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end
             assert page.exists() == is_rendered
     (run,) = read_page(page.read_text())["runs"]
     assert run["series"]["step"] == [0, 1, 2, 3] and ["state", "ended"] in run["progress"]
+
+
+def test_the_page_of_a_run_that_is_left_at_once_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    folder.newest_checkpoint()
+    folder.log_metrics(0, {"val/accuracy": 0.5})
+    states = [["state", "running"], ["state", "ended, code 130"]]
+    page = folder.path / "report.html"
+    assert states[0] in read_page(page.read_text())["runs"][0]["progress"]
+    monkeypatch.setattr(LISTENER, "left", (ENDED_AT_ONCE, "a second Ctrl-C"))
+    end_at_once(folder)
+    assert states[1] in read_page(page.read_text())["runs"][0]["progress"]
+    folder.give_back()
 
 
 def test_reports_take_a_percent_of_the_run_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
