@@ -11,6 +11,7 @@ from conversion.families.common import Family, Model, Rule
 from conversion.families.rope import Rope, read_rope
 from conversion.families.settings import (
     HfConfig,
+    check_multiple,
     choice,
     ignore,
     positive_integer,
@@ -96,6 +97,7 @@ class Decoder:
             check_no_window(hf_config, has_switch=has_window_switch, allowed=kinds)
         hidden = positive_integer(hf_config, "hidden_size")
         num_heads = positive_integer(hf_config, "num_attention_heads")
+        check_multiple(hf_config, "num_attention_heads", "num_key_value_heads")
         return cls(
             num_layers=positive_integer(hf_config, "num_hidden_layers"),
             vocabulary=positive_integer(hf_config, "vocab_size"),

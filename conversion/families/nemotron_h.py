@@ -21,6 +21,7 @@ from conversion.cuts import (
 from conversion.families.common import DRAFTER, MTP, Family, HfConfig, Model, Rule
 from conversion.families.decoder import expert_rule
 from conversion.families.settings import (
+    check_multiple,
     check_settings,
     ignore,
     optional_integer,
@@ -88,6 +89,8 @@ def _sizes(hf_config: HfConfig) -> Sizes:
         ignore(hf_config, *_SIZES_OF["E"], *_ROUTER_KEYS, *_SUPPORTED_EXPERTS, "moe_latent_size")
     if "-" not in letters:
         ignore(hf_config, *_SIZES_OF["-"])
+    check_multiple(hf_config, "num_attention_heads", "num_key_value_heads")
+    check_multiple(hf_config, "mamba_num_heads", "n_groups")
     return {key: positive_integer(hf_config, key) for key in keys} | (
         {} if latent is None else {"moe_latent_size": latent}
     )

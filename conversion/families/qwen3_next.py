@@ -23,7 +23,7 @@ from conversion.cuts import (
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
 from conversion.families.rope import read_rope
-from conversion.families.settings import check_settings, positive_integer
+from conversion.families.settings import check_multiple, check_settings, positive_integer
 
 SUPPORTED = decoder.COMMON_SUPPORTED | {
     "attn_output_gate": (True, None),
@@ -55,11 +55,7 @@ class Sizes:
     @classmethod
     def of(cls, hf_config: HfConfig) -> Sizes:
         sizes = cls(*(positive_integer(hf_config, key) for key in _SIZE_KEYS))
-        if sizes.value_heads % sizes.heads:
-            raise ValueError(
-                f"config.json: linear_num_value_heads={sizes.value_heads} must be a multiple of "
-                f"linear_num_key_heads={sizes.heads}"
-            )
+        check_multiple(hf_config, "linear_num_value_heads", "linear_num_key_heads")
         return sizes
 
     @property

@@ -75,6 +75,12 @@ def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) 
     return value
 
 
+def check_multiple(hf_config: HfConfig, whole: str, part: str) -> None:
+    """Raises ValueError unless the size `part`, where config.json has one, divides the size `whole`."""
+    if (share := optional_integer(hf_config, part)) and positive_integer(hf_config, whole) % share:
+        raise ValueError(f"config.json: {whole}={hf_config[whole]} must be a multiple of {part}={share}")
+
+
 def optional_integer(hf_config: HfConfig, key: str) -> int | None:
     """A size that the model may lack: None where the key is missing or null."""
     value = hf_config.get(key)

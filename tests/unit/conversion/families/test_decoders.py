@@ -289,6 +289,8 @@ def test_a_base_that_transformers_would_not_see_is_refused():
         ("qwen3", "dual_chunk_attention_config", {"chunk_size": 8192}),
         ("qwen3_moe", "mlp_only_layers", 3),
         ("qwen3_moe", "shared_expert_intermediate_size", 64),
+        ("llama", "num_attention_heads", 3),
+        ("glm4_moe", "num_attention_heads", 3),
         ("glm4_moe", "norm_topk_prob", False),
         ("glm4_moe", "partial_rotary_factor", 1.5),
         ("glm4_moe", "attention_bias", "some"),

@@ -135,6 +135,8 @@ def test_megatron_arguments_follow_the_config():
         ("tie_word_embeddings", True),
         ("layer_norm_epsilon", 1e-6),
         ("time_step_limit", [0.001, 0.1]),
+        ("num_attention_heads", 3),
+        ("mamba_num_heads", 3),
         ("hidden_size", None),
         ("vocab_size", -1),
     ],
