@@ -246,7 +246,6 @@ class Run(Generic[S_co]):
 
     async def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
-        self.folder.print_header(step.number, self.last_step)
         await in_worker(self.folder.note_masked, self.masks.count(step.groups).by_kind())
         masked = (
             reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
@@ -262,6 +261,7 @@ class Run(Generic[S_co]):
         if self.is_validation_due(step.number):
             with step.clock.phase("validation"):
                 step.metrics |= await self.supplier.validate(state)
+        self.folder.print_header(step.number, self.last_step)
         self.budget.count_step()
         self.decide_end(step.number, step.metrics)
         section = self.config.checkpointing
