@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         server = server_of(runs, options.port, token)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         logger.error("--port %d: %s; choose another, or 0", options.port, error)
         return 2
     here = f"{HOST}:{server.server_port}"

@@ -11,6 +11,7 @@ import pytest
 
 from mrl import convert
 from mrl.ops import launch, plan
+from mrl.ops.view import server
 from tests.sources import ROOT
 
 
@@ -28,6 +29,7 @@ def test_no_option_takes_just_any_number():
         (convert, "hf-to-mcore --model m --out o --tp 0", "argument --tp: 0 is no whole number of 1 or more"),
         (convert, "hf-to-mcore --model m --out o --tp 1.5", "argument --tp: '1.5' is no whole number of 1 or more"),
         (plan, "grpo_tiny.yaml --node-memory inf", "argument --node-memory: inf is no number of 1 or more"),
+        (server, "run --port 80000", "argument --port: 80000 is no whole number from 0 to 65535"),
         (launch, "wait --nodes a --units 0", "argument --units: 0 is no whole number of 1 or more"),
     ],
 )
