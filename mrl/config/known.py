@@ -16,7 +16,7 @@ from mrl.config.files import Key, Settings, split_key, wrong
 from mrl.config.migration import Migration, dialect
 from mrl.config.passthrough import UNSAMPLED, UNSAMPLED_RULE
 from mrl.config.schema.keys import KEYS, LIKE_POLICY, SAME_KEYS, SCHEMA
-from mrl.config.values import REFERENCE, Tree, Unresolved
+from mrl.config.values import REFERENCE, REFERENCE_OR_SELECT, Tree, Unresolved
 
 ALGORITHMS: tuple[str, ...] = get_args(SCHEMA.children["algorithm"].hint)
 
@@ -59,7 +59,7 @@ def translate_settings(
     refused: list[Problem] = []
     translated, migration = dialect().migrate(known, value_of, refused, sections)
     notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
-    read = {name for setting in written.values() for name in REFERENCE.findall(str(setting.value))}
+    read = {name for setting in written.values() for name in REFERENCE_OR_SELECT.findall(str(setting.value))}
     migration.without_effect += [
         (key, setting, "no key refers to it")
         for key, setting in notes.items()

@@ -34,7 +34,7 @@ MAX_EXPRESSION = 2000
 """Characters of a value with an interpolation in it. The grammar of interpolations takes seconds for more."""
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
+REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
 _UNSET = re.compile(r"Environment variable '(.+)' not found")
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
@@ -90,7 +90,7 @@ def find_long_expressions(values: Mapping[str, object]) -> list[Problem]:
             return 0
         if name not in known:
             keys = [name] if name in texts else [key for key in texts if key.startswith(f"{name}.")]
-            references = [other for key in keys for other in _REFERENCE_OR_SELECT.findall(texts[key])]
+            references = [other for key in keys for other in REFERENCE_OR_SELECT.findall(texts[key])]
             known[name] = sum(len(texts[key]) for key in keys) + sum(
                 length(other, (*above, name)) for other in references
             )

@@ -19,7 +19,6 @@ from mrl.config.model import sizes_of
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.rollout.environment import EngineNodes
-from mrl.rollout.held_adapters import check_experts, experts_are_shuffled_here
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +105,9 @@ def engine_arguments(
 def _adapters(model_dir: str, vllm_cfg: VllmConfig, adapters: HeldAdapters | None) -> dict[str, object]:
     if adapters is None:
         return {}
+    # It brings the model runner of vLLM, which gateways do without: they ask for arguments without adapters.
+    from mrl.rollout.held_adapters import check_experts, experts_are_shuffled_here
+
     hf_config = read_config(Path(model_dir) / "config.json")
     if experts_are_shuffled_here():
         check_experts(hf_config, vllm_cfg)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
+from tests.waiting import HANG_S
 
 
 def config(**vllm_kwargs: object) -> GenerationConfig:
@@ -50,6 +53,12 @@ def test_vllm_finds_the_class_of_a_model_that_names_none(checkpoint: Callable[[i
     (folder / "config.json").write_text(json.dumps(content))
     made = engine_arguments(str(folder), config(), seed=0).create_engine_config()
     assert made.model_config.architecture == class_name
+
+
+def test_gateways_do_without_vllms_model_runner():
+    code = "import sys, mrl.rollout.serving; print('vllm.v1.worker.gpu_model_runner' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(

@@ -211,7 +211,9 @@ def test_sections_for_references_only_have_a_leading_underscore(
     text = "_teachers: {general: /models/g, math: '${_teachers.general}', unused: 3}\n"
     config = load(text, "policy.model_name=${_teachers.math}", "logger.wandb.name=${_teachers.general}")
     assert (config.policy.model_name, config.logger.wandb.name) == ("/models/g", "/models/g")
-    report = load_run(tmp_path / "config.yaml", ["++_a={b: 1, c: 2}", "logger.wandb.name=${_a.b}"])[1]
+    words = ["++_a={b: 1, c: 2, d: 3, e: [4]}", "logger.wandb.name=${_a.b}"]
+    words += ["grpo.seed=${oc.select:_a.d,0}", "grpo.num_prompts_per_step=${_a.e[0]}"]
+    report = load_run(tmp_path / "config.yaml", words)[1]
     assert report.idle_overrides() == ["_a.c=2 (command line): no key refers to it; it has no effect"]
     assert "teachers_ (config.yaml:3): no such section" in refused("teachers_: {general: a, math: b}\n")
     said = refused("env: {sliding_puzzle_game: {cfg: {}, size: 5, moves: 3}}\n")
