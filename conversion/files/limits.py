@@ -32,12 +32,16 @@ def is_waiting() -> bool:
 def deferred(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> tuple[Future[T], Callable[[], None]]:
     """A call for another thread to make, by the function, and what it returns or raises, once it has."""
     answer: Future[T] = Future()
+    # A frame of the traceback that held the answer would keep all that the call had until Python looks for garbage.
+    unanswered = [answer]
 
     def make_call() -> None:
         try:
-            answer.set_result(call(*arguments, **options))
+            result = call(*arguments, **options)
         except BaseException as error:  # noqa: BLE001  whoever waits raises it
-            answer.set_exception(error)
+            unanswered.pop().set_exception(error)
+        else:
+            unanswered.pop().set_result(result)
 
     return answer, make_call
 

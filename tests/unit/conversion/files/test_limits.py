@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
 from conversion.files import durable, reading
-from conversion.files.limits import LimitedThread, is_waiting, within
+from conversion.files.limits import LimitedThread, deferred, is_waiting, within
 from tests.waiting import HANG_S
 
 TIMEOUT_S = HANG_S
@@ -58,3 +60,25 @@ def test_reads_and_syncs_of_a_disk_that_hangs_end_with_its_name(tmp_path: Path, 
         with pytest.raises(OSError, match=rf"{file}: no answer within 0\.01 s"):
             call(file)
     hangs.set()
+
+
+def test_a_call_that_failed_keeps_nothing():
+    class Large: ...
+
+    made = list[weakref.ref[Large]]()
+
+    def fail() -> None:
+        large = Large()
+        made.append(weakref.ref(large))
+        raise OSError("no room")
+
+    gc.disable()  # what is in no circle goes at once
+    try:
+        answer, make_call = deferred(fail)
+        make_call()
+        with pytest.raises(OSError, match="no room"):
+            answer.result(0)
+        del answer, make_call
+        assert made[0]() is None
+    finally:
+        gc.enable()
