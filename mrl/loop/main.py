@@ -34,6 +34,7 @@ from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
 from mrl.store.disk import way_out
 from mrl.store.ownership import FolderLost
+from mrl.store.run_files import ENDED
 from mrl.store.run_folder import END_S, REPORT, RunFolder
 from mrl.store.summary import is_good_enough
 from mrl.types import RunState
@@ -60,9 +61,11 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
 
 def end_at_once(folder: RunFolder) -> None:
     """Writes how a process ends that leaves its run at once, into the page, too, if there is one."""
-    folder.note_end(*LISTENER.left)
-    page = folder.path / REPORT
+    page, end = folder.path / REPORT, folder.log_folder / ENDED
     try:
+        if within(END_S, f"look at {end}", end.exists):
+            return  # an earlier run of this process: another may go on there
+        folder.note_end(*LISTENER.left)
         if page.exists():
             within(END_S, f"write of {page}", write_report, page, state="over")
     except (OSError, ValueError) as error:

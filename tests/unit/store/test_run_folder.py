@@ -278,6 +278,9 @@ def test_the_page_of_a_run_that_is_left_at_once_does_not_go_on(tmp_path: Path, m
     monkeypatch.setattr(LISTENER, "left", (ENDED_AT_ONCE, "a second Ctrl-C"))
     end_at_once(folder)
     assert states[1] in read_page(page.read_text())["runs"][0]["progress"]
+    page.write_text("of another process, which goes on with the run")
+    end_at_once(folder)
+    assert page.read_text().startswith("of another process")
     folder.give_back()
 
 
