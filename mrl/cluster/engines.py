@@ -189,7 +189,7 @@ class EngineActor:
 
 
 class EngineGroup(Service[EngineVerbs, RolloutRequest, RolloutInfo, None]):
-    """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
+    """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until it is up again."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, tasks: BackgroundTasks) -> None:
         self.config, self.placement = config, placement

@@ -88,7 +88,7 @@ class RankMemory:
 
 
 def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu, *, beside: float | None = None) -> EngineMemory:
-    """A engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
+    """An engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
 
     The policy's weights stay on a shared GPU, so there the engine takes no more than they leave. `beside` are the bytes
     that it has to leave; None stands for `beside_engine`.

@@ -201,10 +201,10 @@ class RefitWorker:
         An error is handed over: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
         A refit writes parameters in the layout in which vLLM loads them; those that vLLM quantises it makes of staged
-        weights by vLLM's own code (`mrl.rollout.worker`). The engine's arguments and `cpu.install`
-        choose only kernels that read them so; refit zero and the witness tests fail for one that keeps a copy of its
-        own, such as repacked for a CPU or reordered for FlashInfer. Such a kernel would rebuild its copy here, after
-        all bytes have been verified and before the first token.
+        weights by vLLM's own code (`processed`). The engine's arguments and `cpu.install` choose only kernels that read
+        them so; refit zero and the witness tests fail for one that keeps a copy of its own, such as repacked for a CPU
+        or reordered for FlashInfer. Such a kernel would rebuild its copy here, after all bytes have been verified and
+        before the first token.
         """
         try:
             if is_reader:
