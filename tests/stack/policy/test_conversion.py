@@ -58,7 +58,8 @@ def test_hugging_face_to_megatron_and_back_is_bit_identical(
 # test_layouts.py holds what the policy loads of every family to transformers, the test above what it saves: here one of
 # each kind of layer.
 @pytest.mark.parametrize(
-    ("model_type", "layout"), [case for case in CASES if case[0] in ("nemotron_h", "qwen3", "gpt_oss", "deepseek_v3")]
+    ("model_type", "layout"),
+    [case for case in CASES if case[0] in ("nemotron_h", "qwen3", "gpt_oss", "deepseek_v3", "qwen3_next")],
 )
 def test_a_folder_that_the_policy_has_loaded_is_saved_without_a_changed_bit(
     ranks: RankPool, tmp_path: Path, model_type: str, layout: str
