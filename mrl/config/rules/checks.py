@@ -133,8 +133,8 @@ class CheckpointDemand:
 def describe_demand(num_kept: int | None, each: float, needed: float) -> str:
     """Says how many bytes checkpoints of `each` still need: `num_kept`, None = all of the run, and one aside."""
     further = f", each later one {spell_bytes(each)} (all are kept)" if num_kept is None else ""
-    first = f"{counted(num_kept or 1, 'checkpoint')} of {spell_bytes(each)} and one being written"
-    return f"{first} need {spell_bytes(needed)} more{further}"
+    first = f"{counted(num_kept or 1, 'checkpoint')} of {spell_bytes(each)} and one being written need"
+    return f"{first} {spell_bytes(needed)} more{further}"
 
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:

@@ -127,6 +127,16 @@ def gradients(
     return loss, result, found
 
 
+def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
+    """Log-probability of every label by row, on the last stage; every rank takes all rows."""
+    from mrl.policy import parallel
+
+    chunks, _, _ = _build(rank, config, folder)
+    result = _logprobs(chunks, config, folder, rows)
+    parallel.shutdown()
+    return result
+
+
 def _logprobs(chunks: list, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
     from mrl.policy.logprobs import TokenDistribution
     from mrl.policy.step import compute_logprobs

@@ -127,7 +127,7 @@ def check_groups(engine: Engine, scheduler: object) -> None:
     engine.add(REQUESTS[:3])
     engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
     assert isinstance(scheduler, GroupScheduler)
-    assert sorted(len(one.requests) for one in scheduler._schedulers) == [2, 4]
+    assert sorted(len(one.requests) for one in scheduler.schedulers) == [2, 4]
 
 
 def runs_alone(worker: Any) -> bool:
