@@ -69,6 +69,7 @@ def rows(run_folder: Path) -> list[dict]:
             "rollout/engine_restarts",
             "rollout/reward_",
             "rollout/kept_groups",
+            "rollout/recomputed_fraction",
             "refit/drain_seconds",
             "train/buffer_size",
             "logger/attempt",
