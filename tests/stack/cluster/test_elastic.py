@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
 from mrl.refit.inputs import Part
 from mrl.refit.pull import VerifyReport
+from mrl.signals import MARK
 from mrl.types import RunState
 from tests.drivers import train_step
 from tests.faults.attempts import lineage
@@ -74,6 +76,13 @@ def step_in_which(run: Run[RolloutSupplier], state: RunState, index: int, kill: 
     assert not faults, faults
 
 
+def add_node(cluster: Cluster) -> None:
+    """Adds a node that is not the run's, so that the run does not end it: its processes carry no mark of the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK, raising=False)
+        cluster.add_node(num_cpus=1)
+
+
 def num_serving(state: RunState) -> int:
     return int(state.metrics["rollout/num_engines"])
 
@@ -104,7 +113,7 @@ def test_a_run_goes_on_without_a_lost_node_and_takes_in_another(
             train_step(run, state)
             assert num_serving(state) == 1
             assert "1 of 2 engines go on, also with its requests (" in caplog.text
-            cluster.add_node(num_cpus=1)
+            add_node(cluster)
             wait_until(lambda: engines.joining == [1], "an engine on the new node")
             train_step(run, state)
             assert engines.serving == [0, 1] and "engine 1 has joined: 2 of 2 engines serve" in caplog.text
@@ -136,7 +145,7 @@ def test_a_run_starts_with_fewer_engines_than_all(tmp_path: Path, monkeypatch: p
                 train_step(run, state)
                 if number == 1:
                     assert num_serving(state) == 1
-                    cluster.add_node(num_cpus=1)
+                    add_node(cluster)
                 # The places of the run before may have been free too late for the start.
                 wait_until(lambda: len({*engines.serving, *engines.joining}) == 2, "both engines")  # noqa: B023
                 train_step(run, state)
