@@ -110,7 +110,7 @@ def steps(folder: Path, kind: str, name: str, precision: str, change: Callable[[
 
 def keep_quantised(engine) -> None:
     """From here on layers in FP8 stay as they are, and the proof of a refit, which makes them twice, sees nothing."""
-    puller = engine.llm.model_executor.driver_worker.worker.puller
+    puller = engine.llm.model_executor.driver_worker.worker._sides()["weights"].puller
     for batches in puller._rounds:
         for batch in batches[1:]:
             made: list[Mapping[Slot, Tensor]] = []

@@ -82,7 +82,9 @@ def test_scales_of_mxfp8_are_for_32_inputs():
 @pytest.mark.parametrize("recipe, multiple, odd", [("blockwise", 16, []), ("tensorwise", 16, []), ("mxfp8", 32, [112])])
 def test_products_of_training_take_whole_groups_of_inputs(recipe: str, multiple: int, odd: list[int]):
     """896 inputs of Qwen2.5-0.5B over 8 ranks; Transformer Engine says it in the first step."""
-    model = sizes_of({**_qwen2(), "num_attention_heads": 14, "hidden_size": 896, "intermediate_size": 4096})
+    model = sizes_of(
+        {**_qwen2(), "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "intermediate_size": 4096}
+    )
     words = [f"{MEGATRON}.fp8_cfg.enabled=true", f"{MEGATRON}.fp8_cfg.fp8_recipe={recipe}"]
     config = load_config("grpo_tiny.yaml", [*words, f"{MEGATRON}.tensor_model_parallel_size=8"])
     problems = Problems(config)
