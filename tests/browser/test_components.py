@@ -3,28 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import pytest
-
 from mrl.ops.view.page import page
 from mrl.ops.view.run_data import run_data
-from scripts.chromium import Tab, find_chromium, open_tab
+from scripts.chromium import Tab
 from tests.browser.test_plan import texts
 from tests.browser.test_view import open_report
 from tests.unit.ops.view.runs import make_run, row, write_metrics
-
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"
-)
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with open_tab() as opened:
-        yield opened
 
 
 def test_components_of_rewards_have_curves_in_the_colour_of_their_run(tab: Tab, tmp_path: Path):

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from mrl.ops.plan import main
-from scripts.chromium import Tab, find_chromium, open_tab
+from scripts.chromium import Tab, open_tab
 from tests.sources import ROOT
 
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"
-)
 ONE_NODE = [
     "cluster.num_nodes=1",
     "policy.megatron_cfg.tensor_model_parallel_size=1",

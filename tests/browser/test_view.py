@@ -15,23 +15,13 @@ import pytest
 from mrl.config.texts import safe_text
 from mrl.ops.view.page import write_report
 from mrl.ops.view.server import Runs, server_of
-from scripts.chromium import Tab, find_chromium, open_tab
+from scripts.chromium import Tab
 from tests.browser.test_plan import texts
 from tests.unit.ops.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
-
-pytestmark = pytest.mark.skipif(
-    find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)"
-)
 
 ATTACK = (
     "<img src=https://example.com/x onerror=window.owned=1></pre></script><script>window.owned=1</script>\x1b[2J\u202e"
 )
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with open_tab() as opened:
-        yield opened
 
 
 @pytest.fixture
